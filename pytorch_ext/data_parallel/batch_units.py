@@ -23,7 +23,7 @@ from weft.comm.communicator import Communicator
 from weft.context_parallel.region import sharing_in
 from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.data_parallel.known_calls import KnownCalls, UnitCalls
-from weft.data_parallel.unit_outputs import ATOMS, JoinFunction, MeanFunction, same, tensors_in
+from weft.data_parallel.unit_outputs import ATOMS, JoinFunction, mean_of_units, same, tensors_in
 from weft.data_parallel.unit_sums import UnitBatch
 from weft.forward import Members
 from weft.forward.running import followed
@@ -322,7 +322,7 @@ class BatchUnits:
                 f"invariant={self.units.total}: the units return a scalar of {scalars[0].dtype}; scalars are averaged "
                 "over units, so they must be floating point"
             )
-        return MeanFunction.apply(self.ranks, self.units.total, *scalars)
+        return mean_of_units(self.ranks, self.units, scalars)
 
     # The interface of a Reducer, after backward.
 

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.comm.communicator import Communicator
 from weft.ops.backward import RankFunction, first_order
-from weft.ops.invariant import Tree
+from weft.ops.invariant import Units, total_of_units
 
 ATOMS = {int, float, bool, str, bytes, type(None), torch.dtype}
 
@@ -42,32 +42,10 @@ class JoinFunction(RankFunction):
         return None, *(dy if world == 1 else dy / world).split(ctx.size)
 
 
-def mean_of_units(ranks: Communicator, total: int, scalars: Sequence[torch.Tensor]) -> torch.Tensor:
+def mean_of_units(ranks: Communicator, units: Units, scalars: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the mean over all units of all ranks of this rank's units' numbers. A collective call."""
     wide = torch.promote_types(scalars[0].dtype, torch.float32)
-    own = torch.stack(list(scalars)).to(wide)
-    tree = Tree(total, torch.add)
-    for unit, x in enumerate(ranks.all_gather(own, 0, [len(scalars)] * ranks.world_size)):
-        tree.put(unit, x)
-    return (tree.sums[0, total] / total).to(scalars[0].dtype)
-
-
-class MeanFunction(RankFunction):
-    """y = (sum of the V units' numbers, in the tree's order) / V.
-
-    forward   all_gather of V numbers in fp32 or fp64
-    backward  dx_unit = dy / V; nothing travels
-    """
-
-    @staticmethod
-    def forward(ctx, ranks: Communicator, total: int, *scalars):
-        ctx.total = total
-        return mean_of_units(ranks, total, scalars)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, dy):
-        return None, None, *[dy / ctx.total] * (len(ctx.needs_input_grad) - 2)
+    return (total_of_units(ranks, units, [x.to(wide) for x in scalars]) / units.total).to(scalars[0].dtype)
 
 
 def leaves_of(output: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ import torch
 
 from weft.comm.communicator import Communicator
 from weft.ops.backward import RankFunction, first_order
-from weft.ops.invariant import Tree, Units, plus, sum_over_nodes
+from weft.ops.invariant import Node, Units, add_up, plus, sum_over_nodes
 from weft.ops.unit_parameters import ParameterOfUnits
 
 
@@ -30,7 +30,7 @@ class UnitSums:
 
     def begin(self) -> None:
         """Forget all gradients."""
-        self.tree: Tree[list[torch.Tensor | None]] = Tree(self.units.total, self._sum)
+        self.sums: dict[Node, list[torch.Tensor | None]] = {}
         self.absent = torch.zeros(len(self.trained), dtype=torch.int32)
 
     @property
@@ -39,7 +39,7 @@ class UnitSums:
         return self.units.here(self.ranks)
 
     @property
-    def nodes(self) -> list[tuple[int, int]]:
+    def nodes(self) -> tuple[Node, ...]:
         """Nodes of the tree that lie here."""
         return self.units.of_rank(self.ranks, self.ranks.rank)
 
@@ -49,23 +49,24 @@ class UnitSums:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise TypeError(f"invariant: the gradient of {name!r} is {gradient.layout}; it must be dense")
         self.absent += torch.tensor([gradient is None for gradient in gradients], dtype=torch.int32)
-        self.tree.put(unit, [None if g is None else g.to(w) for g, w in zip(gradients, self.wide, strict=True)])
+        self._add(unit, [None if g is None else g.to(w) for g, w in zip(gradients, self.wide, strict=True)])
 
-    def _sum(self, left: list, right: list) -> list:
-        return [plus(x, y) for x, y in zip(left, right, strict=True)]
+    def _add(self, unit: int, gradients: list[torch.Tensor | None]) -> None:
+        self.sums[unit, unit + 1] = gradients
+        add_up(self.sums, self.units.total, lambda left, right: list(map(plus, left, right)))
 
     def absences(self) -> str:
         """Return the parameters without a gradient in some unit, as a text. A collective call, once before `total`."""
         for unit in self.here:
-            if unit not in self.tree:  # no output of this unit takes part in the loss
+            if not any(low <= unit < high for low, high in self.sums):  # no output of it takes part in the loss
                 self.absent += 1
-                self.tree.put(unit, [None] * len(self.trained))
+                self._add(unit, [None] * len(self.trained))
         counts = self.ranks.all_reduce_(self.absent.to(self.ranks.device_of_numbers(self.device))).tolist()
         return ", ".join(f"{name!r} in {count}" for name, count in zip(self.names, counts, strict=True) if count)
 
     def total(self) -> list[torch.Tensor]:
         """Return the gradients of the whole batch, in the parameters' types, and begin anew. A collective call."""
-        nodes = [self.tree.sums[node] for node in self.nodes]
+        nodes = [self.sums[node] for node in self.nodes]
         self.begin()
         totals = []
         for chunk in self._chunks():
@@ -164,7 +165,7 @@ class UnitBatch(UnitSums):
             self.absent[index] += missing
             for of_node, total in zip(found, sums, strict=True):
                 of_node.append(total)
-        self.tree.sums = dict(zip(self.nodes, found, strict=True))
+        self.sums = dict(zip(self.nodes, found, strict=True))
 
     def total(self) -> list[torch.Tensor]:
         if self.of_units:

@@ -10,9 +10,10 @@ GPU weft's kernel computes leaf by leaf, with one tile for all sizes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from weft.forward.functions import seen_by_modes
 from weft.ops import kernel_choice
 from weft.ops.activation import Activation
 from weft.ops.autocast import cast_operands
-from weft.ops.backward import as_matrix, first_order
+from weft.ops.backward import RankFunction, as_matrix, first_order
 from weft.ops.matmul import check_main_grad
 from weft.sharding.shard import Shard
 from weft.sharding.sizes import Cut
@@ -32,8 +33,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = {dtype: _C.dtypes[str(dtype).removeprefix("torch.")] for dtype in DTYPES}
 _VECTORS = 64  # elements of the most vectors that ATen's loops take at once
 _MOST_THREADS = 8
-_Sum = TypeVar("_Sum")
 _ONE_THREAD = 16384  # elements that ATen leaves to one thread, of GELU too
+
+Node = tuple[int, int]  # of the tree over units: first unit, unit after the last
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,10 @@ class Units:
         each = self.total // ranks.world_size
         return range(ranks.rank * each, (ranks.rank + 1) * each)
 
-    def of_rank(self, ranks: Communicator, rank: int) -> list[tuple[int, int]]:
-        """Return the nodes of the tree that lie within a rank, as (first unit, unit after the last)."""
+    def of_rank(self, ranks: Communicator, rank: int) -> tuple[Node, ...]:
+        """Return the nodes of the tree that lie within a rank."""
         each = self.total // ranks.world_size
-        return nodes_within(rank * each, (rank + 1) * each, 0, self.total)
+        return nodes_within(rank * each, (rank + 1) * each, self.total)
 
 
 def _equal_units(total: int, world: int, cut_over_units: Callable[[int], Cut]) -> bool:
@@ -95,33 +97,6 @@ def _equal_units(total: int, world: int, cut_over_units: Callable[[int], Cut]) -
     return total % world == 0 and len(set(cut.sizes)) == 1 and not cut.replicated
 
 
-def nodes_within(first: int, stop: int, low: int, high: int) -> list[tuple[int, int]]:
-    """Return the largest nodes of the tree over units low to high that lie in first to stop, in order."""
-    if first <= low and high <= stop:
-        return [(low, high)]
-    if high <= first or stop <= low:
-        return []
-    middle = _middle(low, high)
-    return nodes_within(first, stop, low, middle) + nodes_within(first, stop, middle, high)
-
-
-def add_nodes(sums: dict[tuple[int, int], torch.Tensor], low: int, high: int) -> torch.Tensor:
-    """Return the sum of units low to high from the sums of nodes."""
-    if (low, high) in sums:
-        return sums[low, high]
-    middle = _middle(low, high)
-    return add_nodes(sums, low, middle) + add_nodes(sums, middle, high)
-
-
-def add_in_tree(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the sum of units one after another; as `plus`."""
-    while len(parts) > 1:  # neighbours first: the left side of the last sum is the largest power of two
-        pairs = zip(parts[::2], parts[1::2], strict=False)
-        sums = [plus(x, y) if x is None or y is None else x + y for x, y in pairs]
-        parts = [*sums, *parts[2 * len(sums) :]]
-    return parts[0]
-
-
 def plus(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
     """Return x + y; None counts as zeros."""
     if x is None or y is None:
@@ -130,45 +105,37 @@ def plus(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
     return x + y
 
 
-class Tree(Generic[_Sum]):
-    """Sums of units that are added as they come, in any order, to the sums of the tree's nodes.
+def add_up(sums: dict[Node, Any], total: int, add: Callable[[Any, Any], Any] = plus) -> None:
+    """Put one sum in the place of two, wherever these are the two sides of a node of the tree over `total` units.
+
+    The left side of a node is the largest power of two below its size.
 
     Args:
-        total: number of units.
-        add: returns the sum of two sums.
-
-    Attributes:
-        sums: the sums of the largest nodes that are complete, as (first unit, unit after the last).
+        sums: by node; not every unit need be there.
+        add: returns the sum of a left and a right side.
     """
-
-    def __init__(self, total: int, add: Callable[[_Sum, _Sum], _Sum]):
-        self.total, self._add = total, add
-        self.sums: dict[tuple[int, int], _Sum] = {}
-
-    def __contains__(self, unit: int) -> bool:
-        return any(low <= unit < high for low, high in self.sums)
-
-    def put(self, unit: int, value: _Sum) -> None:
-        """Add a unit, which must be new."""
-        self.sums[unit, unit + 1] = value
-        for low, middle, high in reversed(list(_nodes_above(unit, 0, self.total))):
-            left, right = (low, middle), (middle, high)
-            if left not in self.sums or right not in self.sums:
-                return
-            self.sums[low, high] = self._add(self.sums.pop(left), self.sums.pop(right))
+    half = 1
+    while half < total:
+        for low in range(0, total - half, 2 * half):
+            left, right = (low, low + half), (low + half, min(low + 2 * half, total))
+            if left in sums and right in sums:
+                sums[low, right[1]] = add(sums.pop(left), sums.pop(right))
+        half *= 2
 
 
-def _nodes_above(unit: int, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the nodes with two sides that have the unit, from the root on, as (low, middle, high)."""
-    while high - low > 1:
-        middle = _middle(low, high)
-        yield low, middle, high
-        low, high = (low, middle) if unit < middle else (middle, high)
+@cache
+def nodes_within(first: int, stop: int, total: int) -> tuple[Node, ...]:
+    """Return the largest nodes of the tree over `total` units that lie in first to stop, in order."""
+    sums = {(unit, unit + 1): None for unit in range(first, stop)}
+    add_up(sums, total)
+    return tuple(sorted(sums))
 
 
-def _middle(low: int, high: int) -> int:
-    """Return where a node's right side begins: the largest power of two below its size is the left side."""
-    return low + (1 << (high - low - 1).bit_length() - 1)
+def add_in_tree(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the sum of units one after another; as `plus`."""
+    sums = {(unit, unit + 1): part for unit, part in enumerate(parts)}
+    add_up(sums, len(parts))
+    return sums[0, len(parts)]
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -225,16 +192,21 @@ def _sum_by_kernel(a: torch.Tensor, b: torch.Tensor, leaves: int) -> torch.Tenso
         raise ValueError(f"invariant: a depth of {depth} does not divide into {leaves} leaves")
     each = depth // leaves
 
-    def total(low: int, high: int, before: torch.Tensor | None = None) -> torch.Tensor:
-        if high - low == 1:
-            x, y = a[:, low * each : high * each], b[low * each : high * each]
-            tile = tile_of_any_size(x, y)
-            return matmul(x, y, addend=before, out=before, out_dtype=torch.float32, config=tile)[0]
-        middle = _middle(low, high)
-        left = total(low, middle)
-        return total(middle, high, left) if high - middle == 1 else left.add_(total(middle, high))
+    def of_leaf(leaf: int, before: torch.Tensor | None = None) -> torch.Tensor:
+        x, y = (part.narrow(dim, leaf * each, each) for dim, part in ((1, a), (0, b)))
+        tile = tile_of_any_size(x, y)
+        return matmul(x, y, addend=before, out=before, out_dtype=torch.float32, config=tile)[0]
 
-    return total(0, leaves)
+    def add(left: int | torch.Tensor, right: int | torch.Tensor) -> torch.Tensor:  # a number is a leaf to be computed
+        left = of_leaf(left) if isinstance(left, int) else left
+        return of_leaf(right, left) if isinstance(right, int) else left.add_(right)
+
+    sums: dict[Node, int | torch.Tensor] = {}
+    for leaf in range(leaves):
+        sums[leaf, leaf + 1] = leaf
+        add_up(sums, leaves, add)
+    [total] = sums.values()
+    return of_leaf(total) if isinstance(total, int) else total
 
 
 def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -376,7 +348,8 @@ def sum_over_nodes(ranks: Communicator, units: Units, local: torch.Tensor) -> to
         for of_rank, totals in zip(nodes, received, strict=True)
         for node, total in zip(of_rank, totals, strict=True)
     }
-    return ranks.all_gather(add_nodes(sums, 0, units.total), 0, rows)
+    add_up(sums, units.total)
+    return ranks.all_gather(sums[0, units.total], 0, rows)
 
 
 def total_of_units(ranks: Communicator, units: Units, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -397,7 +370,7 @@ def used_by_units(ranks: Communicator, units: Units, x: torch.Tensor) -> tuple[t
     return _UsedByUnitsFunction.apply(ranks, units, x) if x.requires_grad else (x,) * len(units.here(ranks))
 
 
-class _TotalFunction(torch.autograd.Function):
+class _TotalFunction(RankFunction):
     """y = sum over units of x_unit, in the tree's order.
 
     backward  dx_unit = dy: every rank has the same y and so the same dy; nothing travels
@@ -414,7 +387,7 @@ class _TotalFunction(torch.autograd.Function):
         return None, None, *[dy] * ctx.count
 
 
-class _UsedByUnitsFunction(torch.autograd.Function):
+class _UsedByUnitsFunction(RankFunction):
     """y_unit = x.
 
     backward  dx = sum over units of dy_unit, in the tree's order
@@ -437,10 +410,11 @@ def tree_sum(ranks: Communicator, units: Units, parts: Sequence[torch.Tensor], o
     Args:
         overwrite: the parts may be overwritten.
     """
-    like, tree = parts[0], Tree(units.total, torch.add)
-    for unit, part in zip(units.here(ranks), parts, strict=True):
-        tree.put(unit, part.to(torch.promote_types(like.dtype, torch.float32)))
-    nodes = [tree.sums[node].reshape(1, -1, 1) for node in units.of_rank(ranks, ranks.rank)]
+    like = parts[0]
+    wide = torch.promote_types(like.dtype, torch.float32)
+    sums = {(unit, unit + 1): part.to(wide) for unit, part in zip(units.here(ranks), parts, strict=True)}
+    add_up(sums, units.total)
+    nodes = [sums[node].reshape(1, -1, 1) for node in units.of_rank(ranks, ranks.rank)]
     if ranks.world_size > 1:
         local = torch.cat(nodes) if len(nodes) > 1 or not overwrite else nodes[0]
         nodes = [sum_over_nodes(ranks, units, local)]

@@ -84,8 +84,10 @@ class ParameterOfUnits(ValueOfUnits):
         a, b = as_matrix(a), as_matrix(b)
         rows = a.size(0) // self.count
         if self.products + self.others == 1 and a.dtype == torch.float32 and self.nodes is not None:
-            cuts = [(slice(low * rows, high * rows), high - low) for low, high in self.nodes]
-            self._sums = [product_sum(a[part].t(), b[part], leaves) for part, leaves in cuts]
+            self._sums = [
+                product_sum(a[low * rows : high * rows].t(), b[low * rows : high * rows], high - low)
+                for low, high in self.nodes
+            ]
         else:
             pairs = zip(a.split(rows), b.split(rows), strict=True)
             self.put([multiply(x.t(), y) for x, y in pairs])

@@ -545,7 +545,7 @@ class Pipeline(nn.Module):
     def _loss_everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), device=self._device, dtype=self._loss_type)
         if self._ends_here and self._units is not None:
-            loss = mean_of_units(self._shared_by[1], self._units.total, self._of_units).to(loss.dtype)
+            loss = mean_of_units(self._shared_by[1], self._units, self._of_units).to(loss.dtype)
         elif self._ends_here:
             loss = torch.stack([value.detach().to(loss.dtype) for value in losses]).sum()
         loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))

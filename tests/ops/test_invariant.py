@@ -84,14 +84,17 @@ def test_leaves_keep_denormals_in_the_tree_as_ranks_do(dtype):
 def test_leaves_are_added_in_the_tree_that_ranks_add(leaves):
     a, b = matrices(9, 7 * leaves, 33)
     sums = {(i, i + 1): product(a[:, 7 * i : 7 * i + 7], b[7 * i : 7 * i + 7]) for i in range(leaves)}
-    assert torch.equal(product(a, b, leaves), invariant.add_nodes(sums, 0, leaves))
     assert torch.equal(product(a, b, leaves), invariant.add_in_tree(list(sums.values())))
     exact = [float(total[0, 0]) for total in sums.values()]
-    for low, high in ((0, leaves), (1, leaves)):
-        if high - low > 1:
-            middle = invariant._middle(low, high)
-            left = middle - low
-            assert left & (left - 1) == 0 and left < high - low <= 2 * left
+
+    def check_sizes(left, right):
+        assert left & (left - 1) == 0 and right <= left
+        return left + right
+
+    for total in (leaves, leaves - 1):
+        sizes = {(unit, unit + 1): 1 for unit in range(total)}
+        invariant.add_up(sizes, total, check_sizes)
+        assert sizes == ({(0, total): total} if total else {})
     assert math.isclose(float(product(a, b, leaves)[0, 0]), sum(exact), abs_tol=1e-4)
 
 
@@ -181,10 +184,11 @@ def test_kernels_take_one_block_for_all_sizes_and_alignments(architecture, dtype
 def test_nodes_of_ranks_make_the_tree(total):
     for world in (world for world in range(1, total + 1) if total % world == 0):
         each = total // world
-        nodes = [node for r in range(world) for node in invariant.nodes_within(r * each, (r + 1) * each, 0, total)]
+        nodes = [node for r in range(world) for node in invariant.nodes_within(r * each, (r + 1) * each, total)]
         assert [low for low, _ in nodes] == [0, *(high for _, high in nodes[:-1])] and nodes[-1][1] == total
         sums = {node: torch.tensor([float(sum(range(*node)))]) for node in nodes}
-        assert invariant.add_nodes(sums, 0, total) == sum(range(total))
+        invariant.add_up(sums, total)
+        assert sums == {(0, total): sum(range(total))}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -178,15 +178,16 @@ def test_every_mesh_trains_to_the_bits_of_one_process(family, kind, units, steps
     check(family, kind, units, steps, "parallelize", (mesh, {}))
 
 
-def sums_in_sequence(self, unit, value):
+def add_in_sequence(sums, total, add):
     """Add the units one after another instead of in the tree."""
-    whole = self.sums.pop((0, unit), None)
-    self.sums[0, unit + 1] = value if whole is None else self._add(whole, value)
+    (_, middle), (_, high) = left, right = [(0, 0), *sums][-2:]
+    if middle:
+        sums[0, high] = add(sums.pop(left), sums.pop(right))
 
 
 FAULTS = {
     "none": lambda: None,
-    "sums in sequence": lambda: setattr(unit_sums.Tree, "put", sums_in_sequence),
+    "sums in sequence": lambda: setattr(unit_sums, "add_up", add_in_sequence),
     "gradients that add up in .grad": lambda: setattr(UnitGradients, "take", take_after_the_last),
 }
 take = UnitGradients.take
@@ -203,13 +204,13 @@ def step_with_faults(rank):
     """Return the gradients of a step with each fault."""
     found = {}
     for fault, plant in FAULTS.items():
-        put = unit_sums.Tree.put
+        add_up = unit_sums.add_up
         plant()
         torch.manual_seed(0)
         pipe = weft.Pipeline(model_of("mlp"), weft.init_mesh(pp=2), invariant=6, loss=F.cross_entropy)
         pipe.step(*batch_of("mlp", 0, 12))
         found[fault] = torch.cat([p.grad.as_subclass(torch.Tensor).flatten() for p in pipe.parameters()])
-        unit_sums.Tree.put, UnitGradients.take = put, take
+        unit_sums.add_up, UnitGradients.take = add_up, take
     return found
 
 
