@@ -25,8 +25,13 @@ def own_random_numbers(ranks: Communicator, device: torch.device) -> Iterator[No
     The seed follows from the state before and the rank. Ranks may draw different amounts inside and draw alike again
     afterwards. A recomputation that starts from the state before (torch.utils.checkpoint) draws the same numbers.
     """
-    with random_numbers_of(int(torch.randint(2**62, (1,))) + ranks.rank, device):
+    with random_numbers_of(next_seed() + ranks.rank, device):
         yield
+
+
+def next_seed() -> int:
+    """Return a number of torch's generator."""
+    return int(torch.randint(2**62, (1,)))
 
 
 @contextmanager
@@ -135,7 +140,7 @@ class UnitDraws:
 
     def _next_seed(self, name: str) -> int:
         if not self._seeds or self._drew_seed:
-            number = int(torch.randint(2**62, (1,)))
+            number = next_seed()
             self._seeds[:] = self._seeds or [number]
             self._drew_seed = False
         place = name, *parts_of_functions

@@ -1,6 +1,6 @@
 """Dropout of split tensors: each rank, or each unit, draws its own random numbers; then all ranks draw alike again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -9,18 +9,35 @@ from torch import nn
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.ops.invariant import Units, in_own_memory
-from weft.rng import own_random_numbers, part_of
+from weft.rng import device_of, own_random_numbers, part_of
 
 SEVERAL = "several"  # `drops` of a module that drops split features in several places, which has no form in units
 
 
-class _OwnRandomNumbers(nn.Module):
-    """A dropout of split tensors.
+class PartDrops:
+    """Handler of dropouts and attentions of split tensors, in which each part draws random numbers of its own.
 
     Args:
         invariant: each of so many units of the split features draws its own numbers, on any number of ranks.
         drops: with `invariant`, where the split features are; see `drop_in_units`.
     """
+
+    def __init__(self, ranks: Communicator, invariant: int | None = None, drops: tuple[int, int] | None = None):
+        self.ranks, self.drops = ranks, drops
+        self.units = None if invariant is None else Units(invariant)
+
+    def __call__(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+        if self.units is not None:
+            in_units = attend_in_units if func is F.scaled_dot_product_attention else drop_in_units
+            return in_units(self.ranks, self.units, self.drops, *args, **kwargs)
+        with own_random_numbers(self.ranks, device_of(args, kwargs)):
+            return func(*args, **kwargs)
+
+
+class _OwnRandomNumbers(nn.Module):
+    """A dropout of split tensors; `invariant` and `drops` as for PartDrops."""
+
+    function: Callable
 
     def __init__(
         self,
@@ -32,8 +49,8 @@ class _OwnRandomNumbers(nn.Module):
         drops: tuple[int, int] | None = None,
     ):
         super().__init__(p, inplace)  # type: ignore[call-arg]
-        self.communicator, self.drops = communicator(group), drops
-        self.units = None if invariant is None else Units(invariant)
+        self.communicator = communicator(group)
+        self._part_drops = PartDrops(self.communicator, invariant, drops)
 
     @classmethod
     def from_dropout(cls, dropout, **options):
@@ -43,10 +60,7 @@ class _OwnRandomNumbers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0.0:
             return super().forward(x)  # type: ignore[misc]
-        if self.units is not None:
-            return drop_in_units(self.communicator, self.units, self.drops, x, self.p, True, self.inplace)  # type: ignore[arg-type]
-        with own_random_numbers(self.communicator, x.device):
-            return super().forward(x)  # type: ignore[misc]
+        return self._part_drops(type(self).function, (x, self.p, True, self.inplace), {})
 
 
 class ShardedDropout(_OwnRandomNumbers, nn.Dropout):
@@ -57,9 +71,13 @@ class ShardedDropout(_OwnRandomNumbers, nn.Dropout):
     elements of a tensor that all of them have.
     """
 
+    function = F.dropout
+
 
 class OwnDropout2d(_OwnRandomNumbers, nn.Dropout2d):
     """ShardedDropout that drops whole channels, for use between split convolutions."""
+
+    function = F.dropout2d
 
 
 def split_dim(dims: int) -> int:

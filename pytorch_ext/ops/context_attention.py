@@ -28,6 +28,7 @@ from weft.ops.mappings import gather, split
 from weft.ops.ring_attention import RingAttentionFunction, RingSchedule, last_step
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 from weft.ops.unit_attention import NoRing, unit_attention
+from weft.rng import next_seed
 from weft.sharding.sizes import Heads
 
 METHODS = ("ring", "all_gather", "ulysses", "auto")
@@ -361,7 +362,7 @@ _AGREED = ["queries", "keys", "batch", "heads", "KV heads", "head_dim", "head_di
 def _agree(q, k, v, outer: Communicator, inner: Communicator | None, options: tuple, seed: int | None) -> AttentionCall:
     """Compare the ranks' arguments on every rank and return the agreed call."""
     mark = zlib.crc32(repr((q.dtype, q.device.type, options, seed)).encode())
-    drawn = int(torch.randint(2**62, (1,))) if seed is None and options[4] else seed or 0
+    drawn = next_seed() if seed is None and options[4] else seed or 0
     local = [q.size(2), k.size(2), q.size(0), q.size(1), k.size(1), q.size(3), v.size(3), mark, drawn]
     rows = _gather_rows(local, outer, inner, q.device)
     for column, name in list(enumerate(_AGREED))[2:]:

@@ -25,7 +25,7 @@ from weft.forward import ForwardChain, step_of
 from weft.layer_lists import layers_of
 from weft.pipeline.forward_plan import Call
 from weft.pipeline.transformers_stages import without_caches
-from weft.rng import random_numbers_of
+from weft.rng import next_seed, random_numbers_of
 
 _NOTHING = nullcontext()
 
@@ -227,8 +227,3 @@ def has_state(layer: nn.Module) -> bool:
     """Return whether a layer has parameters or running means."""
     means = (getattr(module, "running_mean", None) for module in layer.modules())
     return any(True for _ in layer.parameters()) or any(x is not None for x in means)
-
-
-def next_seed() -> int:
-    """Return a number of torch's generator."""
-    return int(torch.randint(2**62, (1,)))

@@ -42,6 +42,7 @@ from weft.pipeline.transformers_stages import refuse_layerdrop, refuse_records
 from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatches_in_units, name_modules_in_stages
 from weft.pipeline.walk import walk
 from weft.replicas import SameCalls, check_replicas
+from weft.rng import next_seed
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
 
@@ -452,7 +453,7 @@ class Pipeline(nn.Module):
             before = torch.get_rng_state()  # one process draws the seed alone, and in training alone
             self._seed(inputs, targets)
             torch.set_rng_state(before)
-            own = any(part.training for part in self.modules()), int(torch.randint(2**62, (1,)))
+            own = any(part.training for part in self.modules()), next_seed()
             found = torch.tensor([own], device=self._ranks.device_of_numbers(self._device))
             for ranks in self._shared_by:
                 found = ranks.all_gather(found, 0, [len(found)] * ranks.world_size)

@@ -20,7 +20,7 @@ from weft.context_parallel.shared_sequence import NATIVE, name_of, parts_here
 from weft.forward import FunctionMode
 from weft.layer_lists import refuse_caches
 from weft.pipeline.absent import Absent, AbsentValueError, absent_in
-from weft.pipeline.forward_cut import CutLayer, ForwardCut, StageEndedError, UncuttableError, next_seed
+from weft.pipeline.forward_cut import CutLayer, ForwardCut, StageEndedError, UncuttableError
 from weft.pipeline.forward_plan import (
     Argument,
     ForwardPlan,
@@ -35,7 +35,7 @@ from weft.pipeline.forward_plan import (
     result_of,
 )
 from weft.pipeline.stage_boundary import Made, cross
-from weft.rng import generator_states
+from weft.rng import generator_states, next_seed
 from weft.sharding.shard import shard_of
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -18,10 +18,8 @@ from weft.forward import ForwardChain, FunctionMode, step_of
 from weft.forward.running import followed, running
 from weft.metadata import metadata, set_metadata
 from weft.nn import ShardedDropout
-from weft.nn.dropout import attend_in_units, drop_in_units
-from weft.ops.invariant import Units
-from weft.rng import device_of, drops
-from weft.rng import own_random_numbers as random_numbers_of
+from weft.nn.dropout import PartDrops
+from weft.rng import drops
 
 _WIDTH = re.compile(r"(\w+)\.shape\[-1\]")
 SIZES = (torch.Tensor.size, torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
@@ -84,7 +82,7 @@ def with_numbers(
     set_metadata(twin, "numbers", {name: tuple(of_ranks) for name, of_ranks in numbers.items()})
     set_metadata(twin, "summed", summed)
     if own_random_numbers and (invariant is not None or group.world_size > 1):
-        OwnNumbers.of(twin).drops = OwnDrops(group, None if invariant is None else Units(invariant), drops)
+        OwnNumbers.of(twin).drops = PartDrops(group, invariant, drops)
     if results and group.world_size > 1:
         twin._forward_hooks = OrderedDict(module._forward_hooks)
         twin.register_forward_hook(InParts(results, group), prepend=True)
@@ -172,7 +170,7 @@ class OwnNumbers:
 
     def __init__(self, module: nn.Module):
         self.arguments = arguments_of(module)
-        self.drops: OwnDrops | None = None
+        self.drops: PartDrops | None = None
         self.widths: dict[str, int] = {}
 
     @classmethod
@@ -190,7 +188,8 @@ class OwnNumbers:
         with contextlib.ExitStack() as stack:
             stack.enter_context(followed(module))
             if drops is not None:
-                stack.enter_context(FunctionMode(dict.fromkeys((F.dropout, F.scaled_dot_product_attention), drops)))
+                own = partial(_drop_own, drops)
+                stack.enter_context(FunctionMode(dict.fromkeys((F.dropout, F.scaled_dot_product_attention), own)))
             if self.widths:
                 given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
                 widths = [(given[name], width) for name, width in self.widths.items() if name in given]
@@ -210,21 +209,10 @@ def _own_width(module: nn.Module, widths: Sequence[tuple[torch.Tensor, int]], fu
     return width if dim in (-1, args[0].dim() - 1) else result
 
 
-class OwnDrops:
-    """Handler of a module's own dropouts and attentions, in which each part draws random numbers of its own."""
-
-    def __init__(self, ranks: Communicator, units: Units | None, drops: tuple[int, int] | None):
-        self.ranks, self.units, self.drops = ranks, units, drops
-
-    def __call__(self, func: Callable, args: tuple, kwargs: dict):
-        attends = func is F.scaled_dot_product_attention
-        if not drops(func, args, kwargs) or (not attends and _drops_a_part(running())):
-            return func(*args, **kwargs)
-        if self.units is not None:
-            in_units = attend_in_units if attends else drop_in_units
-            return in_units(self.ranks, self.units, self.drops, *args, **kwargs)
-        with random_numbers_of(self.ranks, device_of(args, kwargs)):
-            return func(*args, **kwargs)
+def _drop_own(part_drops: PartDrops, func: Callable, args: tuple, kwargs: dict):
+    """Call a function of a module's own code; if it drops elements, each part draws random numbers of its own."""
+    own = drops(func, args, kwargs) and not (func is F.dropout and _drops_a_part(running()))
+    return part_drops(func, args, kwargs) if own else func(*args, **kwargs)
 
 
 def _drops_a_part(module: nn.Module | None) -> bool:
