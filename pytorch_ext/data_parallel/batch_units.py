@@ -30,7 +30,7 @@ from weft.forward.running import followed
 from weft.metadata import metadata
 from weft.ops import kernel_choice
 from weft.ops.invariant import Units, in_own_memory
-from weft.rng import name_modules, random_numbers_of
+from weft.rng import name_modules, next_seed, random_numbers_of
 from weft.sharding.shard import shard_of
 from weft.units.at_once import NUMBERS
 from weft.units.exact_functions import draws_of_units
@@ -145,7 +145,7 @@ class BatchUnits:
         try:
             known = None if kind is None else self.known.run(kind, self._batch, function, whole, seed or 0)
             if known is not None:
-                found = self._joined([known[0]], known[1])
+                found = self._joined([known[0]], iter(known[1]))
             else:
                 first = kind is not None and self.known.is_tried(kind)
                 copies = tree_map_only(torch.Tensor, _copied, whole) if first else None
@@ -238,7 +238,7 @@ class BatchUnits:
         size = next((tensor.size(0) for tensor in tensors if tensor.size(0) != 1), 1 if tensors else 0)
         wrong = [tensor for tensor in tensors if tensor.size(0) not in (1, size)]
         draws = True in [part.training for part in self._members.modules]
-        seed = int(torch.randint(2**62, (1,))) if draws else 0
+        seed = next_seed() if draws else 0
         where = self.ranks.device_of_numbers(self._device)
         own = torch.tensor([[-1 if wrong else size, seed, torch.get_num_threads()]], device=where)
         notes = self.ranks.all_gather(own, 0, [1] * self.ranks.world_size).cpu()
@@ -279,24 +279,20 @@ class BatchUnits:
 
     # Outputs.
 
-    def _joined(self, outputs: list, cuts: list[int] | None = None) -> Any:
+    def _joined(self, outputs: list, cuts: Iterator[int] | None = None) -> Any:
         """Return an output of the batch: tensors joined along the batch, scalars averaged over all units.
 
         Args:
             outputs: by unit; or one of all units.
             cuts: how each tensor in the one of all units is cut into units.
         """
-        return self._join(outputs, None if cuts is None else iter(cuts))
-
-    def _join(self, outputs: list, cuts: Iterator[int] | None) -> Any:
         first = outputs[0]
-        if isinstance(first, torch.Tensor) and cuts is not None:
-            return self._mean(first.unbind()) if next(cuts) == NUMBERS else self._batch_of(outputs)
         if isinstance(first, torch.Tensor):
-            return self._mean(outputs) if first.dim() == 0 else self._batch_of(outputs)
+            numbers = cuts is not None and next(cuts) == NUMBERS
+            return self._joined_tensors(first.unbind() if numbers else outputs)
         if dataclasses.is_dataclass(first) and not isinstance(first, (type, dict)):
             names = [field.name for field in dataclasses.fields(first)]
-            parts = {name: self._join([getattr(output, name) for output in outputs], cuts) for name in names}
+            parts = {name: self._joined([getattr(output, name) for output in outputs], cuts) for name in names}
             return dataclasses.replace(first, **parts)
         leaves, spec = tree_flatten(first)
         if leaves == [first] and spec.is_leaf():
@@ -306,23 +302,22 @@ class BatchUnits:
         of_units = [tree_flatten(output)[0] for output in outputs]
         if len({len(of_unit) for of_unit in of_units}) > 1:
             raise ValueError(f"invariant={self.units.total}: the units' outputs have different structures")
-        return tree_unflatten([self._join(list(same), cuts) for same in zip(*of_units, strict=True)], spec)
+        return tree_unflatten([self._joined(list(same), cuts) for same in zip(*of_units, strict=True)], spec)
 
-    def _batch_of(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _joined_tensors(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if parts[0].dim() == 0:
+            if not parts[0].is_floating_point():
+                raise TypeError(
+                    f"invariant={self.units.total}: the units return a scalar of {parts[0].dtype}; scalars are "
+                    "averaged over units, so they must be floating point"
+                )
+            return mean_of_units(self.ranks, self.units, parts)
         if any(part.shape != parts[0].shape for part in parts):
             raise ValueError(
                 f"invariant={self.units.total}: outputs of units have the shapes "
                 f"{', '.join(str(tuple(part.shape)) for part in parts)}; they must be alike, with the batch first"
             )
         return JoinFunction.apply(self.ranks.world_size if self._average else 1, *parts)
-
-    def _mean(self, scalars: Sequence[torch.Tensor]) -> torch.Tensor:
-        if not scalars[0].is_floating_point():
-            raise TypeError(
-                f"invariant={self.units.total}: the units return a scalar of {scalars[0].dtype}; scalars are averaged "
-                "over units, so they must be floating point"
-            )
-        return mean_of_units(self.ranks, self.units, scalars)
 
     # The interface of a Reducer, after backward.
 

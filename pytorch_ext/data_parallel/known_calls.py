@@ -18,7 +18,7 @@ from weft.comm.communicator import Communicator
 from weft.data_parallel.unit_outputs import ATOMS, leaves_of, same, same_bits, tensors_in
 from weft.data_parallel.unit_sums import UnitBatch
 from weft.forward.running import followed
-from weft.units.at_once import NUMBERS, AtOnce, FunctionStep, PathChangedError
+from weft.units.at_once import NUMBERS, AtOnce, FunctionStep, PathChangedError, joined
 from weft.units.trial import Trial
 
 _log = logging.getLogger("weft")
@@ -167,16 +167,20 @@ class KnownCalls:
         by_unit = [tensors_in(of_unit) for of_unit in units.outputs]
         if not _same_form(output, units.outputs):
             return None
-        for x, cut, parts in zip(found, cuts, zip(*by_unit, strict=True), strict=True):
-            if not same_bits(x, torch.stack(parts) if cut == NUMBERS else torch.cat(parts)):
+        for x, *parts in zip(found, *by_unit, strict=True):
+            if not same_bits(x, joined(parts)):
                 return None
         if batch is not None and any(x.requires_grad for x in found):
             inputs = [x for x in of_batch if x.requires_grad]
-            own = _gradients(found, cuts, [*parameters, *inputs])
+            generator = torch.Generator().manual_seed(0)
+            dys = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in found]
+            own = _gradients(found, dys, [*parameters, *inputs])
             of_units = []
             for unit, outputs in enumerate(by_unit):
                 targets = [*units.parameters[unit], *_trained_in(units.arguments[unit])]
-                of_units.append(_gradients(outputs, cuts, targets, unit, len(by_unit)))
+                pairs = zip(dys, cuts, strict=True)
+                dys_here = [dy[unit] if cut == NUMBERS else dy.chunk(len(by_unit))[unit] for dy, cut in pairs]
+                of_units.append(_gradients(outputs, dys_here, targets))
             if not _same_gradients(batch, own, list(zip(*of_units, strict=True))):
                 return None
         return _Learnt(trial.path, cuts, trial.drew)
@@ -202,19 +206,9 @@ def _trained_in(arguments: Any) -> list[torch.Tensor]:
 
 
 def _gradients(
-    outputs: Sequence[torch.Tensor],
-    cuts: list[int],
-    targets: Sequence[torch.Tensor],
-    unit: int | None = None,
-    count: int = 1,
+    outputs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
-    """Return the gradients of the targets for fixed random gradients of outputs of all units, or of one of `count`."""
-    generator = torch.Generator().manual_seed(0)
-    dys = []
-    for x, cut in zip(outputs, cuts, strict=True):
-        rows = x.shape if unit is None else (count,) if cut == NUMBERS else (count * x.size(0), *x.shape[1:])
-        dy = torch.randn(rows, generator=generator).to(x.dtype)
-        dys.append(dy if unit is None else dy[unit] if cut == NUMBERS else dy.chunk(count)[unit])
+    """Return the gradients of the targets for gradients dys of the outputs."""
     pairs = [(x, dy) for x, dy in zip(outputs, dys, strict=True) if x.requires_grad]
     outputs, dys = [x for x, _ in pairs], [dy for _, dy in pairs]
     return torch.autograd.grad(outputs, targets, dys, retain_graph=True, allow_unused=True)
