@@ -22,6 +22,7 @@ from weft.data_parallel.batch_units import check_units
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.forward import ForwardChain
+from weft.invariant.exact_functions import with_same_bits
 from weft.mesh import MeshRanks, ranks_along
 from weft.metadata import set_metadata
 from weft.ops.kernel_choice import check_kernels
@@ -38,7 +39,6 @@ from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, without_peft
 from weft.tensor_parallel.split import SplitLayers, chosen_plan
 from weft.tensor_parallel.styles import Plan
 from weft.tools.explanation.summary import log_summary
-from weft.units.exact_functions import with_same_bits
 
 
 def parallelize(

@@ -23,7 +23,7 @@ LAYERS = [
     {"weft.ops"},
     {"weft.nn", "weft.testing"},
     {"weft.context_parallel"},
-    {"weft.units"},
+    {"weft.invariant"},
     {"weft.replicas", "weft.activation_checkpoint", "weft.tensor_parallel"},
     {"weft.data_parallel"},
     {"weft.pipeline", "weft.clip_grad", "weft.optim", "weft.checkpoint"},

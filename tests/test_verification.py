@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from weft.data_parallel.batch_units import running_unit
 from weft.data_parallel.grad_norm import gradient_of
-from weft.data_parallel.unit_sums import UnitSums
+from weft.invariant.unit_sums import UnitSums
 from weft.testing.ranks import run_ranks
 
 

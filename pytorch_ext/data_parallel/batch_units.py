@@ -2,7 +2,7 @@
 
 A batch is V equal units of sequences. Each has the bits of a call of its own, and gradients of its own. They are added
 in the binary tree over units of ops/invariant, in fp32, and rounded once. The first call of a kind runs the units one
-by one; where a trial gives the same bits, later calls run the units of this rank at once (weft.units).
+by one; where a trial gives the same bits, later calls run the units of this rank at once (weft.invariant).
 
 In autograd's graph, the batch's node stands between the parameters and one node for each call, which gives the module
 the parameters of that unit or of several. Backward leaves the gradients of units in the sums. At the batch's node the
@@ -22,18 +22,18 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from weft.comm.communicator import Communicator
 from weft.context_parallel.region import sharing_in
 from weft.data_parallel.grad_norm import gradient_of, norm_of
-from weft.data_parallel.known_calls import KnownCalls, UnitCalls
-from weft.data_parallel.unit_outputs import ATOMS, JoinFunction, mean_of_units, same, tensors_in
-from weft.data_parallel.unit_sums import UnitBatch
 from weft.forward import Members
 from weft.forward.running import followed
+from weft.invariant.at_once import NUMBERS
+from weft.invariant.exact_functions import draws_of_units
+from weft.invariant.known_calls import KnownCalls, UnitCalls
+from weft.invariant.unit_outputs import ATOMS, JoinFunction, mean_of_units, same, tensors_in
+from weft.invariant.unit_sums import UnitBatch
 from weft.metadata import metadata
 from weft.ops import kernel_choice
 from weft.ops.invariant import Units, in_own_memory
 from weft.rng import name_modules, next_seed, random_numbers_of
 from weft.sharding.shard import shard_of
-from weft.units.at_once import NUMBERS
-from weft.units.exact_functions import draws_of_units
 
 _REFUSED = (nn.modules.batchnorm._BatchNorm,)
 _FIRST_GRAPHS = 3  # after a change of what trains; the hooks on parameters look at every gradient

@@ -18,8 +18,8 @@ from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast, broadcast_buffers
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.sharded_optimizer import Shards
-from weft.data_parallel.unit_outputs import tensors_in
 from weft.data_parallel.wrap_checks import check_wrap, mark_wrapped
+from weft.invariant.unit_outputs import tensors_in
 from weft.replicas import check_replicas
 
 _MIB = 1 << 20

@@ -24,7 +24,7 @@ from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.reducer import Reducer
-from weft.data_parallel.unit_outputs import mean_of_units
+from weft.invariant.unit_outputs import mean_of_units
 from weft.ops.invariant import Units
 from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of

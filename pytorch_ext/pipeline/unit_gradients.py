@@ -15,7 +15,7 @@ from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import sharing_in
 from weft.data_parallel.batch_units import check_units, within_unit
-from weft.data_parallel.unit_sums import UnitSums
+from weft.invariant.unit_sums import UnitSums
 from weft.metadata import set_metadata
 from weft.ops.invariant import Units
 from weft.pipeline.cut import PipelineCut

@@ -12,7 +12,7 @@ from torch import nn
 from weft.context_parallel.shared_sequence import parts_here
 from weft.data_parallel.batch_units import one_unit_at_a_time, running_unit
 from weft.data_parallel.data_parallel import DataParallel
-from weft.data_parallel.unit_outputs import same_bits, tensors_in
+from weft.invariant.unit_outputs import same_bits, tensors_in
 from weft.sharding.shard import Shard, shard_of
 
 T = TypeVar("T")

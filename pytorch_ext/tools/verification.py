@@ -19,7 +19,7 @@ from weft.context_parallel.region import sharing_in
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import Piece, piece_of
-from weft.data_parallel.unit_outputs import same_bits
+from weft.invariant.unit_outputs import same_bits
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 from weft.tools.first_difference import first_difference, from_all_ranks, recording

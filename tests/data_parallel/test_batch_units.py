@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.data_parallel import batch_units, grad_norm, unit_sums
+from weft.data_parallel import batch_units, grad_norm
+from weft.invariant import unit_sums
 from weft.testing.models import Llama
 from weft.testing.ranks import run_ranks, try_ranks
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.units.exact_functions import draws_of_units
-from weft.units.trial import EVERY_ELEMENT
+from weft.invariant.exact_functions import draws_of_units
+from weft.invariant.trial import EVERY_ELEMENT
 
 METHODS = """
     neg abs square reciprocal sqrt isnan isinf floor ceil round sign tanh sigmoid exp log erf rsqrt clone contiguous detach

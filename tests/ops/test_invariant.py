@@ -13,11 +13,11 @@ from torch import nn
 import weft
 from weft import _C
 from weft.comm.registry import communicator
+from weft.invariant.exact_functions import same_bits
 from weft.kernels import launch
 from weft.ops import invariant
 from weft.ops.activation import ACTIVATIONS
 from weft.testing.ranks import run_ranks, try_ranks
-from weft.units.exact_functions import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

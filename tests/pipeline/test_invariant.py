@@ -10,7 +10,7 @@ from same_bits import DROPS, assert_same_bits, make_model
 from torch import nn
 
 import weft
-from weft.data_parallel import unit_sums
+from weft.invariant import unit_sums
 from weft.pipeline.unit_gradients import UnitGradients
 from weft.testing.ranks import run_ranks, try_ranks
 

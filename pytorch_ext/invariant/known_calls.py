@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from weft.comm.communicator import Communicator
-from weft.data_parallel.unit_outputs import ATOMS, leaves_of, same, same_bits, tensors_in
-from weft.data_parallel.unit_sums import UnitBatch
 from weft.forward.running import followed
-from weft.units.at_once import NUMBERS, AtOnce, FunctionStep, PathChangedError, joined
-from weft.units.trial import Trial
+from weft.invariant.at_once import NUMBERS, AtOnce, FunctionStep, PathChangedError, joined
+from weft.invariant.trial import Trial
+from weft.invariant.unit_outputs import ATOMS, leaves_of, same, same_bits, tensors_in
+from weft.invariant.unit_sums import UnitBatch
 
 _log = logging.getLogger("weft")
 _MOST_TRIALS = 16  # of a model: each takes three times as long as the call itself

@@ -13,11 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft.ops import column_parallel_linear, invariant, row_parallel_linear
-from weft.ops.mappings import gather
-from weft.ops.unit_parameters import ParameterOfUnits, units_of
-from weft.rng import DROPS, drops
-from weft.units.at_once import (
+from weft.invariant.at_once import (
     AS_IT_IS,
     BY_UNIT,
     COMPARED,
@@ -29,7 +25,11 @@ from weft.units.at_once import (
     joined,
     sizes_of,
 )
-from weft.units.exact_functions import PRODUCTS, heads_alone
+from weft.invariant.exact_functions import PRODUCTS, heads_alone
+from weft.ops import column_parallel_linear, invariant, row_parallel_linear
+from weft.ops.mappings import gather
+from weft.ops.unit_parameters import ParameterOfUnits, units_of
+from weft.rng import DROPS, drops
 
 # Names of functions and methods, without underscores around them. tests/helpers/bits_of_rows.py tries them
 # on CPUs: forward and backward have the same bits for any number of rows.

@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.data_parallel.batch_units import one_unit_at_a_time
-from weft.data_parallel.known_calls import KnownCalls
+from weft.invariant.at_once import AtOnce
+from weft.invariant.known_calls import KnownCalls
 from weft.testing.ranks import run_ranks, try_ranks
-from weft.units.at_once import AtOnce
 
 BITS_OF_ROWS = Path(__file__).parents[1] / "helpers/bits_of_rows.py"
 
 
 @pytest.mark.parametrize(
     "capability",
-    ["default", *(pytest.param(name, marks=pytest.mark.slow("pytorch_ext/units")) for name in ("avx2", "avx512"))],
+    ["default", *(pytest.param(name, marks=pytest.mark.slow("pytorch_ext/invariant")) for name in ("avx2", "avx512"))],
 )
 def test_functions_give_a_row_the_same_bits_beside_any_others(capability):
     """ATen has no AVX-512 on some processors, and takes the best that there is."""

@@ -16,9 +16,9 @@ import torch
 
 from weft.context_parallel.shared_sequence import SharedSequence
 from weft.forward import FunctionMode
+from weft.invariant.exact_functions import functions_in_any_shape
 from weft.ops.unit_parameters import ValueOfUnits, give_units, units_of
 from weft.rng import UnitDraws
-from weft.units.exact_functions import functions_in_any_shape
 
 ROWS, NUMBERS = 1, 2  # how a tensor is cut into units: along the first dimension, or into one number for each
 AS_IT_IS, EACH, BY_UNIT = range(3)
