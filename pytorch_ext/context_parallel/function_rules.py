@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.comm.communicator import Communicator
-from weft.context_parallel.pytree import leaves, mapped
+from weft.context_parallel.pytree import ATOMS, leaves, mapped
 from weft.context_parallel.shared_sequence import (
     NATIVE,
     VIEW_METHODS,
@@ -163,14 +163,9 @@ def new_of_size(func, x, *size, **kwargs):
     return x.like(out) if along else out
 
 
-@rule_for(torch.Tensor.new_tensor)
-def new_tensor(func, x, *args, **kwargs):
+@rule_for(*_properties("grad_fn grad"), torch.Tensor.is_contiguous, torch.Tensor.new_tensor)
+def of_part(func, x, *args, **kwargs):
     return func(x.local, *args, **kwargs)
-
-
-@rule_for(*_properties("grad_fn grad"), torch.Tensor.is_contiguous)
-def of_part(func, x, *_, **__):
-    return func(x.local)
 
 
 @rule_for_all_units(torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -186,16 +181,40 @@ def written(func, x, *_, **__):
     return f"SharedSequence({tuple(x.shape)} {x.dtype}, dimension {x.axis} over {ranks.world_size} ranks)"
 
 
-# The last dimensions
+# Within other dimensions
+
+
+def _embeds(tokens, weight, padding_idx=None, max_norm=None, norm_type=2.0, *others, **named) -> tuple | None:
+    odd = max_norm is not None or any(others) or any(named.values())  # scale_grad_by_freq, sparse
+    return None if odd else ()
+
+
+def _normalizes(x, normalized_shape, *_, **__) -> range:
+    return range(-len(normalized_shape), 0)
+
+
+_WITHIN: dict[Callable, Callable] = {  # function: the dimensions of x that its results mix; None if it is not known
+    **dict.fromkeys(_named("softmax log_softmax cumsum cumprod logcumsumexp"), lambda x, dim=None, *_, **__: dim),
+    **dict.fromkeys(_named("layer_norm rms_norm"), _normalizes),
+    F.linear: lambda x, weight, bias=None: -1,
+    F.normalize: lambda x, p=2.0, dim=1, eps=1e-12, out=None: dim if out is None else None,
+    F.embedding: _embeds,
+    F.one_hot: lambda x, num_classes=-1: () if num_classes >= 0 else None,
+}
 
 
 @each_position_alone
-@rule_for(*_named("linear"))
-def linear(func, input, weight, bias=None):
-    if plain(input) or input.back == -1 or not plain(weight) or not plain(bias):
+@rule_for(*_WITHIN)
+def within(func, x, *args, **kwargs):
+    """Apply a function that works within dimensions other than the sequence; all parts use its other tensors."""
+    dims = _WITHIN[func](x, *args, **kwargs)
+    if dims is None or plain(x) or shared_in((args, kwargs)):
         return NotImplemented
-    ranks = input.cut.sharing.ranks
-    return input.like(func(input.local, used(weight, ranks), used(bias, ranks)))
+    if x.axis in [dim % x.local.ndim for dim in ((dims,) if isinstance(dims, int) else dims)]:
+        return NotImplemented
+    ranks = x.cut.sharing.ranks
+    named = {name: used(each, ranks) for name, each in kwargs.items()}
+    return x.like(func(x.local, *[used(each, ranks) for each in args], **named))
 
 
 @each_position_alone
@@ -228,41 +247,6 @@ def addmm(func, input, a=None, b=None, *, mat1=None, mat2=None, **kwargs):
         return NotImplemented
     ranks = a.cut.sharing.ranks
     return a.like(func(used(input, ranks), a.local, used(b, ranks), **kwargs))
-
-
-@each_position_alone
-@rule_for(*_named("layer_norm rms_norm"))
-def norm(func, input, normalized_shape, *weights, **kwargs):
-    if plain(input) or input.axis >= input.ndim - len(normalized_shape):
-        return NotImplemented
-    ranks = input.cut.sharing.ranks
-    named = {name: used(value, ranks) for name, value in kwargs.items()}
-    return input.like(func(input.local, normalized_shape, *(used(x, ranks) for x in weights), **named))
-
-
-@each_position_alone
-@rule_for(F.embedding)
-def embedding(func, input, weight, padding_idx=None, max_norm=None, norm_type=2.0, **options):
-    if plain(input) or not plain(weight) or max_norm is not None or any(options.values()):
-        return NotImplemented  # scale_grad_by_freq, sparse
-    return input.like(func(input.local, used(weight, input.cut.sharing.ranks), padding_idx))
-
-
-@each_position_alone
-@rule_for(*_named("softmax log_softmax cumsum cumprod logcumsumexp"))
-def along(func, x, dim=None, *args, **kwargs):
-    """Apply a function along a dimension other than the sequence."""
-    if dim is None or dim % x.ndim == x.axis:
-        return NotImplemented
-    return x.like(func(x.local, dim, *args, **kwargs))
-
-
-@each_position_alone
-@rule_for(F.normalize)
-def normalize(func, input, p=2.0, dim=1, eps=1e-12, out=None):
-    if out is not None or not isinstance(dim, int) or dim % input.ndim == input.axis:
-        return NotImplemented
-    return input.like(func(input.local, p, dim, eps))
 
 
 @each_position_alone
@@ -302,10 +286,12 @@ def carried(func, *args, **kwargs):
     lead = shared_in((args, kwargs))[0]
     if func in _TWO_OR_ALONG and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, *args, **kwargs)
-    alone = bool(args) and args[0] is lead
-    axes = _known(_axes_of_one, func, lead, args[1:], kwargs) if alone else _axes_after(func, lead, args, kwargs)
-    if axes is None:
+    shapes = _shapes_after(func, lead, args, kwargs)
+    if shapes is None:
         return NotImplemented
+    for shape in shapes:
+        if shape.count(_MARK) != 1:
+            return NotImplemented
     if func in _SQUEEZES:
         crossed()
         if lead.size(lead.axis) == 1:
@@ -323,10 +309,10 @@ def carried(func, *args, **kwargs):
     if out is lead.local:  # scatter_
         crossed()
         return lead.written()
-    coming, source = iter(axes), lead if func in _VIEWING else None
+    coming, source = iter(shapes), lead if func in _VIEWING else None
 
     def shared(x):
-        return lead.like(x, next(coming), source) if isinstance(x, torch.Tensor) else x
+        return lead.like(x, next(coming).index(_MARK), source) if isinstance(x, torch.Tensor) else x
 
     return mapped(shared, out)
 
@@ -335,60 +321,53 @@ _TWO_OR_ALONG = set(_named("max min"))
 _VIEWING = {*_named(VIEW_METHODS), *_properties(VIEW_PROPERTIES)}
 
 
-_trials: dict[tuple, Any] = {}
+_trials: dict[tuple, list[torch.Size] | None] = {}
 _MOST_TRIALS = 4096
 
 
-def _known(trial: Callable, func, x: SharedSequence, args: tuple, kwargs: dict):
-    """Return trial(func, x, args, kwargs), from memory if x and the other arguments, no tensors, are as before."""
-    rest = (*args, *kwargs.items())
-    for part in (*args, *kwargs.values()):
-        of_others = type(part) is tuple and any(type(each) is not int for each in part)
-        if of_others or isinstance(part, torch.Tensor | list):
-            return trial(func, x, args, kwargs)
-    key = trial, func, x.shape, x.axis, x.dtype, x.cut.blocks, rest
-    try:
-        known = _trials.get(key, _trials)
-    except TypeError:  # a slice
-        return trial(func, x, args, kwargs)
-    if known is not _trials:
-        return known
-    if len(_trials) >= _MOST_TRIALS:
-        _trials.clear()
-    found = _trials[key] = trial(func, x, args, kwargs)
-    return found
+def _shapes_after(func, lead: SharedSequence, args, kwargs, length: int = _MARK) -> list[torch.Size] | None:
+    """Return the shapes of a function's results, found by a trial or remembered; None if no trial can find them.
 
-
-def _axes_of_one(func, x: SharedSequence, args, kwargs) -> list[int] | None:
-    return _axes_after(func, x, (x, *args), kwargs)
-
-
-def _axes_after(func, lead: SharedSequence, args, kwargs) -> list[int] | None:
-    """Return the sequence's dimension in each tensor that the function returns; None if it is missing or not whole.
-
-    For functions that leave all positions in place, or else change the length of every sequence.
+    Args:
+        length: size of the sequence's dimension in the trial.
     """
+    key = None
+    if args and args[0] is lead:
+        part, cut = lead.local, lead.cut
+        key = func, part.shape, part.dtype, lead.axis, cut.length, cut.blocks, length, args[1:], *kwargs.items()
+    for x in (*args[1:], *kwargs.values()):
+        if type(x) is tuple or type(x) is torch.Size:
+            key = key if {int}.issuperset(map(type, x)) else None
+        elif type(x) not in ATOMS or type(x) is slice:
+            key = None
+    if key is None:
+        return _tried(func, lead, args, kwargs, length)
+    if key not in _trials:
+        if len(_trials) >= _MOST_TRIALS:
+            _trials.clear()
+        _trials[key] = _tried(func, lead, args, kwargs, length)
+    return _trials[key]
+
+
+def _tried(func, lead: SharedSequence, args, kwargs, length: int) -> list[torch.Size] | None:
+    """Try a function that leaves all positions in place, or else changes the length of every sequence."""
 
     def trial(x):
         if not isinstance(x, torch.Tensor):
             return x
         if isinstance(x, SharedSequence) and (x.cut != lead.cut or x.axis != lead.axis):
             raise _NotTheSameError
-        if plain(x) and (x.ndim != lead.ndim or x.size(lead.axis) != lead.size(lead.axis)):
+        if plain(x) and (x.ndim != lead.local.ndim or x.size(lead.axis) != lead.cut.blocks * lead.cut.length):
             raise _NotTheSameError
-        shape = [_MARK if dim == lead.axis else size for dim, size in enumerate(x.shape)]
+        shape = list(x.local.shape if isinstance(x, SharedSequence) else x.shape)
+        shape[lead.axis] = length
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     try:
         results = leaves(func(*mapped(trial, args), **mapped(trial, kwargs)))
-    except (_NotTheSameError, RuntimeError, IndexError, NotImplementedError):
+    except (_NotTheSameError, RuntimeError, TypeError, IndexError, NotImplementedError):
         return None  # if the call itself is wrong, the call on whole tensors raises
-    axes = []
-    for result in results:
-        if not isinstance(result, torch.Tensor) or list(result.shape).count(_MARK) != 1:
-            return None
-        axes.append(list(result.shape).index(_MARK))
-    return axes
+    return [x.shape for x in results] if all(isinstance(x, torch.Tensor) for x in results) else None
 
 
 class _NotTheSameError(Exception):
@@ -398,35 +377,28 @@ class _NotTheSameError(Exception):
 _SQUEEZES = set(_named("squeeze"))
 
 
+_BY_INDEX = _named("gather scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_")
+_DIM = {  # the place of `dim` among the arguments after x, and its default
+    **dict.fromkeys(_named("chunk split tensor_split split_with_sizes"), (1, 0)),
+    **dict.fromkeys(_named("unbind"), (0, 0)),
+    **dict.fromkeys(_BY_INDEX, (0, None)),
+}
+
+
 @each_position_alone
-@rule_for(*_named("chunk split tensor_split split_with_sizes unbind"))
-def in_pieces(func, x, *args, **kwargs):
-    """Cut along a dimension other than the sequence.
+@rule_for(*_DIM)
+def along(func, x, *args, **kwargs):
+    """Cut, or read or write by an index, along a dimension other than the sequence.
 
     A trial along the sequence would make as many pieces as `_MARK` has positions.
     """
-    place = 0 if func in _UNBINDS else 1
-    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-    if plain(x) or type(dim) is not int or dim % max(1, x.ndim) == x.axis:
-        return NotImplemented
-    return carried(func, x, *args, **kwargs)
-
-
-_UNBINDS = set(_named("unbind"))
-
-
-@rule_for(*_named("gather scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_"))
-def by_index(func, x, dim, *args, **kwargs):
-    """Read or write by an index along a dimension other than the sequence."""
+    place, otherwise = _DIM[func]
+    dim = kwargs.get("dim", args[place] if len(args) > place else otherwise)
     if plain(x) or type(dim) is not int or dim % x.ndim == x.axis:
         return NotImplemented
-    return carried(func, x, dim, *args, **kwargs)
-
-
-@each_position_alone
-@rule_for(F.one_hot)
-def one_hot(func, x, num_classes=-1):
-    return NotImplemented if num_classes < 0 else x.like(func(x.local, num_classes))
+    if func in _BY_INDEX:
+        crossed()
+    return carried(func, x, *args, **kwargs)
 
 
 @each_position_alone
@@ -485,19 +457,29 @@ def assigned(func, x, index, value):
 @rule_for(*_named("view reshape flatten unflatten view_as reshape_as"))
 def reshaped(func, x, *args, **kwargs):
     """Reshape: the sequence stays a dimension, joins the dimension before it, or leaves that again."""
-    if plain(x):
+    target = _whole_shape(func, x, args, kwargs)
+    if not target:
         return NotImplemented
-    target = _known(_shape_after, func, x, args, kwargs)
-    before = math.prod([x.cut.blocks, *x.shape[: x.axis]])
-    found = _place_of(x.cut.length, before, target, x.axis) if target else None
-    if target is None or found is None:
+    before = math.prod([x.cut.blocks, *x.local.shape[: x.axis]])
+    found = _place_of(x.cut.length, before, target, x.axis)
+    if found is None:
         return NotImplemented
     axis, blocks = found
     if func not in _OF_SOME_DIMENSIONS or blocks != x.cut.blocks:
         crossed()  # sizes in the arguments may be the sequence's
-    target = list(target)
     target[axis] = blocks * x.cut.mine
     return x.like(x.local.reshape(target), axis, x, blocks=blocks)
+
+
+def _whole_shape(func, x, args, kwargs) -> list[int] | None:
+    """Return the shape of the result on the whole; None if the call changes the type or fails, or x is no sequence."""
+    for other in (*args, *kwargs.values()):
+        if isinstance(other, torch.Tensor):  # view_as, reshape_as, expand_as
+            return None if plain(x) else list(other.shape)
+        if isinstance(other, torch.dtype):
+            return None
+    shapes = _shapes_after(func, x, (x, *args), kwargs, x.cut.blocks * x.cut.length)
+    return None if shapes is None else list(shapes[0])
 
 
 _OF_SOME_DIMENSIONS = set(_named("flatten unflatten"))
@@ -520,30 +502,14 @@ def _place_of(length: int, before: int, shape: list[int], axis: int) -> tuple[in
 
 @rule_for(*_named("expand expand_as broadcast_to"))
 def expanded(func, x, *args, **kwargs):
-    target = None if plain(x) else _known(_shape_after, func, x, args, kwargs)
+    target = _whole_shape(func, x, args, kwargs)
     if not target:
         return NotImplemented
-    target = list(target)
     axis = len(target) + x.back
     if target[axis] != x.size(x.axis):
         return NotImplemented
     target[axis] = x.local.size(x.axis)
     return x.like(x.local.expand(target), axis)
-
-
-def _shape_after(func, x: SharedSequence, args, kwargs) -> list[int] | None:
-    """Return the shape of the function's result on the whole; None if the type changes too."""
-
-    def trial(value):
-        if isinstance(value, torch.Tensor):
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return value
-
-    try:
-        out = func(trial(x), *mapped(trial, args), **mapped(trial, kwargs))
-    except (RuntimeError, TypeError):
-        return None
-    return list(out.shape) if out.dtype == x.dtype else None
 
 
 @rule_for_all_units(*_named("masked_scatter"))
@@ -561,9 +527,7 @@ def masked_scatter(func, x, mask, source):
 @each_position_alone
 @rule_for_all_units(*_named("sum mean"))
 def summed(func, x, *args, **kwargs):
-    carried_on = by_part(_over_others, func, x, *args, **kwargs)
-    if carried_on is NotImplemented:
-        carried_on = by_part(carried, func, x, *args, **kwargs)
+    carried_on = by_part(carried, func, x, *args, **kwargs)
     if carried_on is not NotImplemented or not x.is_floating_point() or x.cut.region is not None:
         return carried_on
     if kwargs.get("out") is not None:
@@ -575,23 +539,6 @@ def summed(func, x, *args, **kwargs):
     if func in _MEANS and trial.numel():
         out = out / (x.numel() / trial.numel())
     return out.to(trial.dtype)
-
-
-def _over_others(func, x, dim=None, keepdim=False, **kwargs):
-    """Reduce over given dimensions that are not the sequence.
-
-    This is the mean of every norm, and needs no trial.
-    """
-    given = dim if isinstance(dim, (tuple, list)) else (dim,)
-    if plain(x) or not given or not all(type(each) is int for each in given) or type(keepdim) is not bool:
-        return NotImplemented
-    dims = {each % x.ndim for each in given}
-    if x.axis in dims or len(dims) < len(given) or not all(-x.ndim <= each < x.ndim for each in given):
-        return NotImplemented
-    if kwargs.keys() - {"dtype"}:
-        return NotImplemented
-    out = func(x.local, dim, keepdim, **kwargs)
-    return x.like(out, x.axis if keepdim else x.axis - sum(each < x.axis for each in dims))
 
 
 _MEANS = set(_named("mean"))
@@ -630,18 +577,10 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 
 def _cross_entropy_of_part(
-    func,
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-    label_smoothing=0.0,
+    func, input, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, **deprecated
 ):
     """Return the losses of a part if there is no reduction, else their sum and the number, or weight, of targets."""
-    odd = size_average is not None or reduce is not None or reduction not in ("none", "sum", "mean")
+    odd = reduction not in ("none", "sum", "mean") or any(x is not None for x in deprecated.values())
     if odd or plain(input) or input.ndim < 2 or input.axis == 1 or target.is_floating_point() or not plain(weight):
         return NotImplemented
     axis, cut = max(0, input.axis - 1), input.cut

@@ -167,9 +167,6 @@ class SharedSequence(torch.Tensor):
         self.local, self.units = local, ()
         return self
 
-    def __init__(self, *_):
-        pass
-
     @classmethod
     def of_units(cls, units: Sequence["SharedSequence"], sharing: Sharing) -> "SharedSequence":
         """Return the sequence that has these units."""
