@@ -32,10 +32,9 @@ from weft.replicas import CHECKS, SameCalls, check_replicas, check_same_model
 from weft.rng import name_modules, restore_rng_state, rng_states
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.auto import AutomaticPlan
-from weft.tensor_parallel.call_check import call_checks
 from weft.tensor_parallel.gather_outputs import return_whole
-from weft.tensor_parallel.part_uses import PartUses
 from weft.tensor_parallel.peft_wrappers import refuse_other_tuners, without_peft, wrappers_in
+from weft.tensor_parallel.plan_check import PlanCheck
 from weft.tensor_parallel.split import SplitLayers, chosen_plan
 from weft.tensor_parallel.styles import Plan
 from weft.tools.explanation.summary import log_summary
@@ -162,13 +161,13 @@ def parallelize(
     automatic, entries = chosen_plan(model, plan, ranks, sequence_parallel, strict, invariant)
     between = _ranks_between_layers(model, ranks, automatic, sequence_parallel, invariant)
     split = SplitLayers.of(model, automatic, entries, ranks, invariant)
+    plan_check = PlanCheck(model, split, ranks.tp, in_units=invariant is not None, checks=checks)
     adapters = _split_adapters(model, split.replacements)
     recomputed = recomputed_in(model, recompute)
     _check_ranks(model, ranks, strict)
     _draw_alike(model, ranks, invariant is not None)
 
     size = sum(parameter.numel() for parameter in model.parameters())
-    of_calls = {} if checks == "off" else call_checks(model, automatic or split.own, ranks.tp)
     split.install(model, ranks, adapters)
     if between is not None:
         share_between_layers(model, between, strict)
@@ -178,12 +177,8 @@ def parallelize(
         share(model, sharing, split.tokenwise)
     if invariant is not None:
         _give_same_bits(model, invariant)
-    if automatic is not None and automatic.plan and automatic.parts != ("",) and checks != "off":
-        PartUses(automatic.parts).install(model)
-    checked = {name: model.get_submodule(name) for name in of_calls}
     cut = _cut(model, ranks, checks)
-    for name, check in of_calls.items():
-        check.install(checked[name] if name else cut)
+    plan_check.install(model, cut)
     wrapped = cut if ranks.replicas is None else DataParallel(cut, group=ranks.replicas, invariant=invariant)
     SameCalls({} if ranks.tp is None or split.by_parts else {ranks.tp: True}, checks).install(wrapped, cut)
     _tune_at_first_call(wrapped, tune)

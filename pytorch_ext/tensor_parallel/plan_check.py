@@ -1,22 +1,81 @@
-"""Checks that each layer of a plan gives the part that the next one takes, by following the model."""
+"""Checks that a plan is right for a model: before the model changes, and in the first call of each kind.
+
+A plan is found, or checked, by one call. Other calls may compute something else: an argument has another number of
+dimensions, and its dimension 1 is features instead of a sequence; an argument is no longer None; a flag of a module was
+set afterwards. So the first call of each kind is followed too (CallCheck).
+
+Of a model that could not be followed as a whole, parts were followed one by one. The code around them is unknown and
+may do more than call the parts: it may add up a weight that is split over ranks, or call a layer of a part by itself.
+That is found when the model runs (PartUses).
+"""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from itertools import accumulate
+from operator import is_
+from types import NoneType
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
+from weft.comm.communicator import Communicator
+from weft.forward import FunctionMode
+from weft.forward.running import followed, is_running
 from weft.nn import OwnDropout2d, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention, ShardedDropout
-from weft.nn.sharded import ShardedModule
-from weft.tensor_parallel.auto.example_inputs import calls
+from weft.nn.sharded import ShardedModule, ShardHolder
+from weft.tensor_parallel.auto.example_inputs import calling, calls
+from weft.tensor_parallel.auto.plan import AutomaticPlan, conflict_in
 from weft.tensor_parallel.auto.propagation import Flow, Propagation
-from weft.tensor_parallel.auto.trace import Trace, trace, without_values
-from weft.tensor_parallel.local_sizes import draws_for_parts, has_numbers
-from weft.tensor_parallel.transformers_calls import attentions, prepare
+from weft.tensor_parallel.auto.trace import Trace, tensors_in, trace, without_values
+from weft.tensor_parallel.local_sizes import SIZES, draws_for_parts, has_numbers
+from weft.tensor_parallel.split import SplitLayers
+from weft.tensor_parallel.transformers_calls import attentions, is_transformers, prepare
 
 _log = logging.getLogger(__name__)
 _FOLLOWED = (ParallelLinear, ParallelEmbedding, ParallelMultiheadAttention, ShardedDropout, OwnDropout2d)
+
+
+class PlanCheck:
+    """The checks of the plan that splits a model's layers, made while the model is still unsplit.
+
+    Args:
+        ranks: the ranks that split the layers; None: there are none, and nothing is checked.
+        in_units: check that what drops parts does so in units.
+        checks: as in `weft.parallelize`; "off" leaves out the checks of calls.
+
+    Raises:
+        ValueError: the user's own plan is wrong for a call of the model that can be guessed.
+    """
+
+    def __init__(self, model: nn.Module, split: SplitLayers, ranks: Communicator | None, in_units: bool, checks: str):
+        self._calls: dict[str, CallCheck] = {}  # by the name of the module whose calls are followed
+        self._uses: PartUses | None = None
+        if ranks is None:
+            return
+        plan = split.automatic or _own_plan(model, split, ranks.world_size, in_units)
+        if isinstance(plan, OwnPlan) and (misuse := plan.misuse(model, calls(model, constants=True), model.training)):
+            raise ValueError(misuse)
+        if plan is None or checks == "off" or (isinstance(plan, AutomaticPlan) and not plan.plan):
+            return
+        self._calls = _call_checks(model, plan, ranks.world_size)
+        if isinstance(plan, AutomaticPlan) and plan.parts != ("",):
+            self._uses = PartUses(plan.parts)
+
+    def install(self, model: nn.Module, called: nn.Module) -> None:
+        """Check the calls of the model, which is split now; `called` is the module that calls it for the user."""
+        if self._uses is not None:
+            self._uses.install(model)
+        for name, check in self._calls.items():
+            check.install(model.get_submodule(name) if name else called)
+
+
+# The user's own plan
 
 
 @dataclass(frozen=True)
@@ -130,18 +189,9 @@ class OwnPlan:
         )
 
 
-def own_plan(
-    model: nn.Module, replacements: Mapping[str, nn.Module], summed: Collection[str], world: int, in_units: bool = False
-) -> OwnPlan | None:
-    """Return the plan in a form to follow; None if nothing can be wrong, or if some layers' splits cannot be followed.
-
-    Args:
-        model: the unsplit model.
-        replacements: the split layers, by the name of the layer that they replace.
-        summed: modules with gradients that are summed over the ranks.
-        world: number of ranks that split the layers.
-        in_units: check that what drops parts does so in units.
-    """
+def _own_plan(model: nn.Module, split: SplitLayers, world: int, in_units: bool) -> OwnPlan | None:
+    """Return the user's plan; None if nothing can be wrong, or if the splits of some layers cannot be followed."""
+    replacements = split.replacements
     linear = {name: layer for name, layer in replacements.items() if isinstance(layer, ParallelLinear)}
     columns = {
         name: None if layer.parts is None else tuple(layer.parts)
@@ -160,14 +210,251 @@ def own_plan(
     drops = [name for name, layer in replacements.items() if draws_for_parts(layer)] if in_units else None
     columns = {name: parts for name, parts in columns.items() if name in names}
     sizes = {name: linear[name].shards["weight"].sizes for name in (*columns, *rows)}
-    return OwnPlan(world, columns, rows, sizes, summed, drops)
+    return OwnPlan(world, columns, rows, sizes, split.summed, drops)
 
 
-def check_flow(model: nn.Module, plan: OwnPlan | None) -> None:
-    """Check that the layers of a plan fit together, if a call of the model can be guessed.
+# The first call of each kind
 
-    Raises:
-        ValueError: they do not.
+
+def _call_checks(model: nn.Module, plan: "AutomaticPlan | OwnPlan", world: int) -> "dict[str, CallCheck]":
+    """Return the checks of a model's calls, and of the calls of parts that were followed by themselves, by name.
+
+    Models of transformers need none, because their further arguments (masks, caches, labels) are known.
     """
-    if plan is not None and (misuse := plan.misuse(model, calls(model, constants=True), model.training)):
-        raise ValueError(misuse)
+    names = [""] if isinstance(plan, OwnPlan) else plan.parts
+    names = [name for name in names if not is_transformers(model.get_submodule(name))]
+    try:
+        twin = without_values(model) if names else model
+    except Exception:  # copying a user's objects may raise anything
+        return {}
+    if isinstance(plan, OwnPlan):
+        return {name: CallCheck(twin, plan.misuse, by_mode=True) for name in names}
+    return {
+        name: CallCheck(twin.get_submodule(name), partial(_automatic_conflict, own, world), by_mode=False)
+        for name in names
+        if (own := plan.of_part(name)).plan and (not name or any(twin.get_submodule(name).children()))
+    }
+
+
+def _automatic_conflict(automatic: AutomaticPlan, world: int, twin: nn.Module, calls: Sequence, _) -> str | None:
+    """Describe the conflict of a call with an automatic plan. Both training and evaluation are followed."""
+    conflict = conflict_in(twin, world, automatic, calls[0])
+    return conflict and (
+        f"{type(twin).__name__}: its automatic plan was found by another call than this, in which {conflict}. Find one "
+        "by this call: plan=automatic_plan(model, world, example=...) of weft.tensor_parallel.auto; or write your own"
+    )
+
+
+class CallCheck:
+    """Forward pre-hook that follows the first call of each kind. It raises ValueError before any communication.
+
+    A call is of a new kind if its arguments are, or if an attribute of a module has changed.
+    """
+
+    def __init__(self, twin: nn.Module, conflict: Callable, by_mode: bool):
+        self.model, self.conflict, self.by_mode = twin, conflict, by_mode
+        self.settings: Settings | None = None
+        self.known: set[tuple] = set()
+        self.numbers: Counter[tuple] = Counter()
+
+    def install(self, model: nn.Module) -> None:
+        """Check the calls of the model, which is split now, and compare its attributes."""
+        self.settings = Settings(model, self.model)
+        model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+
+    def __call__(self, module: nn.Module, args, kwargs) -> None:
+        if torch.compiler.is_compiling():
+            return
+        settings = 0 if self.settings is None else self.settings.now()
+        kind = (self.by_mode and module.training, settings, *kind_of_call(args, kwargs))
+        if kind in self.known:
+            return
+        general = tuple(x[:1] if type(x) is tuple and x[0] in (int, float) else x for x in kind)
+        if self.numbers[general] > MOST_NUMBERS:
+            return
+        conflict = self.conflict(self.model, [calling(args, kwargs)], module.training)
+        if conflict is not None:
+            raise ValueError(conflict)
+        self.known.add(kind)
+        self.numbers[general] += general != kind
+
+
+MOST_NUMBERS = 8  # a number with more values than this is a counter and does not decide what the code computes
+_SIMPLE = (bool, int, float, str, NoneType)
+_OWN = {*vars(nn.Module()), "training", "_weft"}
+_ABSENT = object()
+
+
+class Settings:
+    """Attributes that may decide what a model's own code computes: numbers, strings and flags.
+
+    They are attributes of modules, and of plain objects and dicts that modules hold (a configuration). The split
+    model's attributes already count this rank's features, so only their changes are copied to the twin.
+
+    Args:
+        model: the split model.
+        twin: the unsplit copy without values.
+    """
+
+    def __init__(self, model: nn.Module, twin: nn.Module):
+        unsplit, seen = dict(twin.named_modules()), set[int]()
+        # (object or dict with the attribute, attribute name, its counterpart in the twin). In a deep copy of the model
+        # these are the copy's objects.
+        self.places: list[tuple[object, str, object]] = []
+        for name, module in model.named_modules():
+            own = unsplit.get(name)
+            if (
+                own is None
+                or type(own) is not type(module)
+                or type(module).__module__.partition(".")[0] in ("torch", "weft")
+            ):
+                continue
+            for holder, twin_of_it in _holders(module, own):
+                if id(holder) not in seen:
+                    seen.add(id(holder))
+                    names = [key for key, value in _in(holder).items() if _is_setting(key, value)]
+                    self.places += [(holder, key, twin_of_it) for key in names]
+            for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+                names = [key for key, value in vars(kind).items() if _is_setting(key, value)]
+                self.places += [(module, key, own) for key in names if key not in vars(module)]
+        self.had: list[set] = [set() for _ in self.places]
+        self.read: list = []
+        self.key = self._look()
+
+    def now(self) -> int:
+        """Return a key of the attributes' values, without those of numbers that count something."""
+        if not all(map(is_, self._read(), self.read)):
+            self.key = self._look()
+        return self.key
+
+    def _look(self) -> int:
+        before, self.read = self.read, self._read()
+        for (_, key, twin_of_it), old, new in zip(self.places, before, self.read, strict=False):
+            if new is _ABSENT:
+                _in(twin_of_it).pop(key, None)
+            elif _compared(new) != _compared(old):
+                _in(twin_of_it)[key] = new
+        for had, value in zip(self.had, self.read, strict=True):
+            if len(had) <= MOST_NUMBERS:
+                had.add(_compared(value))
+        pairs = zip(self.had, self.read, strict=True)
+        return hash(tuple(type(x) if len(had) > MOST_NUMBERS else _compared(x) for had, x in pairs))
+
+    def _read(self) -> list:
+        return [_in(holder).get(key, _ABSENT) for holder, key, _ in self.places]
+
+
+def _in(holder) -> dict:
+    return holder if isinstance(holder, dict) else vars(holder)
+
+
+def _compared(value) -> tuple:
+    """Return the value with its type, because True == 1."""
+    return type(value), value if type(value) in _SIMPLE else None
+
+
+def _is_setting(key: str, value) -> bool:
+    return type(value) in _SIMPLE and key not in _OWN and not key.startswith("__")
+
+
+def _holders(module: nn.Module, twin: nn.Module):
+    """Yield a module and its twin, then the pairs of plain objects and dicts that both hold."""
+    yield module, twin
+    for key, value in vars(module).items():
+        other = vars(twin).get(key)
+        if key in _OWN or isinstance(value, type | nn.Module | torch.Tensor) or type(other) is not type(value):
+            continue
+        if isinstance(value, dict) or (hasattr(value, "__dict__") and not callable(value)):
+            yield value, other
+
+
+def kind_of_call(args, kwargs) -> tuple:
+    """Return a key of a call: its argument structure, and for each leaf the value, or a tensor's kind.
+
+    A tensor's kind is its number of dimensions, its dtype and whether it requires a gradient.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    return str(structure), *map(_kind, leaves)
+
+
+def _kind(x):
+    if isinstance(x, torch.Tensor):
+        return x.dim(), x.dtype, x.requires_grad
+    return (type(x), x) if isinstance(x, (*_SIMPLE, Enum, torch.dtype)) else type(x)
+
+
+# Parts that were followed by themselves
+
+
+class PartUses:
+    """Check of a model's first calls. A use of a split weight outside of its part raises ValueError on every rank.
+
+    The object is the model's forward pre-hook, and its `leave` is a forward hook.
+
+    Args:
+        parts: names of the modules that were followed.
+    """
+
+    def __init__(self, parts: Sequence[str]):
+        self.parts = parts
+        self.known: set[tuple] = set()
+        self.under_way: list[ExitStack] = []
+
+    def __deepcopy__(self, memo):
+        return PartUses(self.parts)
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self, with_kwargs=True)
+        model.register_forward_hook(self.leave, always_call=True)
+
+    def __call__(self, model: nn.Module, args, kwargs) -> None:
+        uses = ExitStack()
+        self.under_way.append(uses)
+        kind = (model.training, *kind_of_call(args, kwargs))
+        if torch.compiler.is_compiling() or kind in self.known or len(self.known) > MOST_NUMBERS:
+            return
+        self.known.add(kind)
+        uses.enter_context(followed(model))
+        uses.enter_context(FunctionMode(every=_UseCheck(model, self.parts)))
+
+    def leave(self, model: nn.Module, args, output) -> None:
+        if self.under_way:  # empty if another pre-hook has refused the call
+            self.under_way.pop().close()
+
+
+class _UseCheck:
+    """Handler of all functions."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[str]):
+        self.kind = type(model).__name__
+        self.weights: dict[int, tuple[str, nn.Module]] = {}  # tensor id to (name, the part that has it)
+        for name in parts:
+            part = model.get_submodule(name)
+            for inner, layer in part.named_modules(prefix=name):
+                if isinstance(layer, ShardHolder):
+                    self.weights |= {id(getattr(layer, own)): (f"{inner}.{own}", part) for own in layer.shards}
+
+    def __call__(self, func, args: tuple, kwargs: dict):
+        for tensor in tensors_in((args, kwargs)):
+            name, part = self.weights.get(id(tensor), ("", None))
+            if part is not None and not is_running(part) and not _asks_for_a_property(func):
+                raise ValueError(
+                    f"{self.kind}: {name} is used by {getattr(func, '__name__', func)} outside of "
+                    f"{type(part).__name__}, and each rank has a part of it: automatic_plan could not follow the "
+                    "model, and followed that module alone. Give it an example of the model's inputs, "
+                    "plan=automatic_plan(model, world, example=...) of weft.tensor_parallel.auto; or a plan of your "
+                    f"own that leaves {name} whole"
+                )
+        return func(*args, **kwargs)
+
+
+_PROPERTIES = {
+    *("device", "dtype", "layout", "requires_grad", "is_cuda", "is_meta", "is_leaf", "is_sparse", "ndim"),
+    *("is_floating_point", "is_complex", "dim"),
+}
+
+
+def _asks_for_a_property(func) -> bool:
+    """Return whether the function reads a property that is equal for a part and the whole tensor."""
+    getter = getattr(func, "__self__", None)
+    return func not in SIZES and getattr(getter, "__name__", getattr(func, "__name__", "")) in _PROPERTIES

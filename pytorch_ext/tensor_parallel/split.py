@@ -14,7 +14,6 @@ from weft.tensor_parallel.invariant_plan import check_same_layers, in_units
 from weft.tensor_parallel.local_sizes import is_summed
 from weft.tensor_parallel.patterns import match
 from weft.tensor_parallel.peft_wrappers import through_wrappers
-from weft.tensor_parallel.plan_check import OwnPlan, check_flow, own_plan
 from weft.tensor_parallel.styles import KEPT, Plan, part_of
 from weft.tensor_parallel.ties import keep_parameters, tie
 
@@ -25,14 +24,12 @@ class SplitLayers:
 
     Attributes:
         automatic: the automatic plan that splits them, or None.
-        own: the user's plan in a form to follow; None if there is none, or if it cannot be followed.
         replacements: the split layers, by the name of the layer that they replace.
         summed: names of the layers whose gradients are summed over the ranks.
         tokenwise: names of the modules that treat every position alone.
     """
 
     automatic: AutomaticPlan | None
-    own: OwnPlan | None
     replacements: dict[str, nn.Module]
     summed: list[str]
     tokenwise: list[str]
@@ -65,11 +62,7 @@ class SplitLayers:
                 replacements[name] = made[key]
         tie(model, replacements)
         summed = [*between, *(name for name, layer in replacements.items() if is_summed(layer))]
-        own = None
-        if automatic is None and ranks.tp is not None:
-            own = own_plan(model, replacements, summed, ranks.tp.world_size, in_units=invariant is not None)
-            check_flow(model, own)
-        return cls(automatic, own, replacements, summed, tokenwise)
+        return cls(automatic, replacements, summed, tokenwise)
 
     @property
     def by_parts(self) -> bool:

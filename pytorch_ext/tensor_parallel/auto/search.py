@@ -72,7 +72,7 @@ def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) 
 def _parts(model: nn.Module, world: int, names: Iterable[str], prefix: str = "") -> Iterator:
     """Yield the results for parts of a module that its own run does not look into.
 
-    The code around the parts is checked when the model is called (part_uses.py).
+    The code around the parts is checked when the model is called (plan_check.py).
     """
     for name in names:
         part, full = model.get_submodule(name), f"{prefix}.{name}".lstrip(".")
