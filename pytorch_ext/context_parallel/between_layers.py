@@ -10,7 +10,7 @@ Per column or row layer the bytes are those of the two all_reduces that the redu
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from weft.context_parallel.shared_sequence import (
     note_gathering,
     refuse_results_of_custom_functions,
 )
-from weft.context_parallel.uncompiled import leave_out_of_graphs, outside_of_graphs, uncompile
+from weft.context_parallel.uncompiled import leave_out_of_graphs, uncompile
 from weft.forward.chain import ForwardChain
 from weft.forward.running import followed
 from weft.nn import LoRA, ParallelLinear
@@ -47,9 +47,7 @@ def share_between_layers(model: nn.Module, ranks: Communicator, strict: bool = F
         elif isinstance(module, ShardHolder):
             ForwardChain.of(module).add("sequence", of_whole)
     leave_out_of_graphs(model)
-    edge = _ModelEdge(sharing)
-    model.register_forward_pre_hook(edge, with_kwargs=True, prepend=True)
-    model.register_forward_hook(edge.leave, always_call=True)
+    ForwardChain.of(model).add("sequence", partial(_at_edge, sharing))
 
 
 def refuse_adapters(model: nn.Module) -> None:
@@ -85,26 +83,10 @@ class _LinearAtRegion:
         return SharedSequence(part, x.dim() - 2, SequenceCut(self.sharing, layout))
 
 
-class _ModelEdge:
-    """A model's forward pre-hook and, as `leave`, its forward hook: the model returns whole tensors."""
-
-    def __init__(self, sharing: Sharing):
-        self.sharing = sharing
-        self.under_way: list[ExitStack] = []
-
-    def __deepcopy__(self, memo):
-        return _ModelEdge(self.sharing)
-
-    @outside_of_graphs
-    def __call__(self, module: nn.Module, args, kwargs) -> None:
-        refuse_adapters(module)
-        uncompile(module)
-        frame = ExitStack()
-        frame.enter_context(followed(module))
-        self.under_way.append(frame)
-
-    @outside_of_graphs
-    def leave(self, module: nn.Module, args, output):
-        if self.under_way:  # empty if another pre-hook has refused the call
-            self.under_way.pop().close()
-        return leave(output, self.sharing)
+def _at_edge(sharing: Sharing, forward: Callable, model: nn.Module, *args, **kwargs):
+    """Run the model's forward, and return whole tensors."""
+    refuse_adapters(model)
+    uncompile(model)
+    with followed(model):
+        output = forward(*args, **kwargs)
+    return leave(output, sharing)

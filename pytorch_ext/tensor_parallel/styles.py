@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -33,52 +32,36 @@ Plan = Mapping[str, str | Mapping]
 ANY = "any module"
 
 
-@dataclass(frozen=True)
-class Style:
-    """One way to split layers.
-
-    Attributes:
-        parts: kind of layer (see `kind_of`) to a function, part(layer, group=..., **options) -> the layer that holds
-            this rank's part.
-    """
-
-    parts: Mapping[str, Callable[..., nn.Module]]
-
-
 def _convolutions(style: str) -> dict[str, Callable[..., nn.Module]]:
     kinds: tuple[type[ParallelConv], ...] = (ParallelConv1d, ParallelConv2d, ParallelConv3d)
     return {f"nn.{kind.kind.__name__}": partial(kind.from_conv, style=style) for kind in kinds}
 
 
-STYLES = {
-    "column": Style(
-        {
-            "nn.Linear": partial(ParallelLinear.from_linear, style="column"),
-            **_convolutions("column"),
-            "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="column"),
-        }
-    ),
-    "row": Style(
-        {
-            "nn.Linear": partial(ParallelLinear.from_linear, style="row"),
-            **_convolutions("row"),
-            "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="row"),
-        }
-    ),
-    "channels": Style(
-        {
-            **{f"nn.BatchNorm{space}d": ChannelBatchNorm.from_norm for space in (1, 2, 3)},
-            **{f"nn.InstanceNorm{space}d": ChannelInstanceNorm.from_norm for space in (1, 2, 3)},
-            "nn.GroupNorm": ChannelGroupNorm.from_norm,
-            **_convolutions("channels"),
-        }
-    ),
-    "heads": Style({"nn.MultiheadAttention": ParallelMultiheadAttention.from_attention}),
-    "experts": Style({ANY: ParallelExperts.from_experts}),
-    "dropout": Style({"nn.Dropout": ShardedDropout.from_dropout, "nn.Dropout2d": OwnDropout2d.from_dropout}),
-    "vocabulary": Style({"nn.Embedding": ParallelEmbedding.from_embedding}),
-    "lookup": Style({ANY: split_lookup}),
-    "attributes": Style({ANY: with_numbers}),
+# Style to kind of layer (see `kind_of`) to a function: part(layer, group=..., **options) -> the layer that holds this
+# rank's part.
+STYLES: dict[str, dict[str, Callable[..., nn.Module]]] = {
+    "column": {
+        "nn.Linear": partial(ParallelLinear.from_linear, style="column"),
+        **_convolutions("column"),
+        "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="column"),
+    },
+    "row": {
+        "nn.Linear": partial(ParallelLinear.from_linear, style="row"),
+        **_convolutions("row"),
+        "transformers.Conv1D": partial(ParallelConv1D.from_conv1d, style="row"),
+    },
+    "channels": {
+        **{f"nn.BatchNorm{space}d": ChannelBatchNorm.from_norm for space in (1, 2, 3)},
+        **{f"nn.InstanceNorm{space}d": ChannelInstanceNorm.from_norm for space in (1, 2, 3)},
+        "nn.GroupNorm": ChannelGroupNorm.from_norm,
+        **_convolutions("channels"),
+    },
+    "heads": {"nn.MultiheadAttention": ParallelMultiheadAttention.from_attention},
+    "experts": {ANY: ParallelExperts.from_experts},
+    "dropout": {"nn.Dropout": ShardedDropout.from_dropout, "nn.Dropout2d": OwnDropout2d.from_dropout},
+    "vocabulary": {"nn.Embedding": ParallelEmbedding.from_embedding},
+    "lookup": {ANY: split_lookup},
+    "attributes": {ANY: with_numbers},
 }
 KEPT = ("sequence", "tokenwise")  # entries for modules that stay whole
 
@@ -143,7 +126,7 @@ def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Mod
     if style not in STYLES:
         known = ", ".join(map(repr, [*STYLES, *KEPT]))
         raise ValueError(f"parallelize: {name}: style {style!r} is not one of {known}")
-    parts = STYLES[style].parts
+    parts = STYLES[style]
     part = parts.get(ANY, parts.get(kind_of(module)))
     if part is None:
         taken = " or ".join(f"{kind} itself" for kind in parts)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from weft.forward import ForwardChain, FunctionMode, Handler
 from weft.metadata import metadata, set_metadata
@@ -392,7 +393,7 @@ class _Recorder(TorchDispatchMode):
                 kwargs["device"] = torch.device("meta")
         given, named = args, kwargs
         if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
-            given, named = _to_meta(args), _to_meta(kwargs)
+            given, named = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
         result = func(*given, **named)
         result = _same_objects(result, given, args)
         name = func._schema.name.removeprefix("aten::")
@@ -411,14 +412,8 @@ def _with_slices(index):
     return index
 
 
-def _to_meta(tree):
-    if isinstance(tree, torch.Tensor):
-        return tree if tree.is_meta else torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
-    if isinstance(tree, dict):
-        return {key: _to_meta(part) for key, part in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_to_meta(part) for part in tree)
-    return tree
+def _to_meta(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_meta else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _same_objects(result, given, args):
