@@ -90,7 +90,7 @@ class LeftAlone:
     """A module that is left alone.
 
     Attributes:
-        given: (dimension of the sequence, number of dimensions, blocks of its cut) of the first sequence that it gets.
+        given: (dimension of the sequence, the same from the end, blocks of its cut) of the first sequence that it gets.
         axes: the dimension of the sequence in each of its outputs.
         places: (a module's parameters, name, index in `Kind.parameters`) of the parameters inside of it.
     """
@@ -332,7 +332,7 @@ class ForwardRecord:
             self.crossed()  # hooks see the sequence
         self._parents.setdefault(module, []).append(tuple([frame.module for frame in self._frames]))
         first = next(filter(self._is_shared, args), None)
-        given = None if first is None else (first.axis, first.ndim, first.cut.blocks)
+        given = None if first is None else (first.axis, first.back, first.cut.blocks)
         self._frames.append(_Frame(module, {id(p) for p in module.parameters()}, given))
 
     def _leave(self, module: nn.Module, args, output) -> None:

@@ -348,14 +348,15 @@ def left_alone(forward: Callable, module: torch.nn.Module, args: tuple, kwargs: 
     alone = None if kind is None else kind.alone.get(module)
     if kind is None or alone is None:
         return NotImplemented
-    for x in (*args, *kwargs.values()):
+    given = (*args, *kwargs.values())
+    for x in given:
         if type(x) is SharedSequence:
             lead = x if lead is None else lead
             if (x.cut is not lead.cut and x.cut != lead.cut) or x.back != lead.back:
                 return NotImplemented
         elif type(x) in (tuple, list, dict) and shared_in(x):
             return NotImplemented
-    if lead is None or (lead.axis, lead.ndim, lead.cut.blocks) != alone.given:
+    if lead is None or (lead.axis, lead.back, lead.cut.blocks) != alone.given:
         return NotImplemented  # a branch that was not taken in the first call
     outs = []
     before = [members[name] for members, name, _ in alone.places]
@@ -363,15 +364,8 @@ def left_alone(forward: Callable, module: torch.nn.Module, args: tuple, kwargs: 
         for number, given_out in enumerate(state.given_out):
             for members, name, index in alone.places:
                 members[name] = given_out[index]
-            own = [(x.units[number] if x.units else x).local if type(x) is SharedSequence else x for x in args]
-            options = kwargs
-            if kwargs:
-                of_unit = [
-                    (x.units[number] if x.units else x).local if type(x) is SharedSequence else x
-                    for x in kwargs.values()
-                ]
-                options = dict(zip(kwargs, of_unit, strict=True))
-            outs.append(forward(*own, **options))
+            own = [(x.units[number] if x.units else x).local if type(x) is SharedSequence else x for x in given]
+            outs.append(forward(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True))))
     finally:
         for (members, name, _), parameter in zip(alone.places, before, strict=True):
             members[name] = parameter
@@ -429,10 +423,10 @@ def _in_each_unit(sharing: Sharing, function: Callable, args, kwargs) -> tuple[U
         call.sequences.update(dict.fromkeys(map(id, x.units), x))
     results = []
     for number, of_unit in enumerate(sharing.of_units):
-        own, options = _units_in(args, number), dict(zip(kwargs, _units_in(kwargs.values(), number), strict=True))
+        own = _units_in((*args, *kwargs.values()), number)
         torch.set_rng_state(state)  # the state after the call does not depend on the number of units here
         with of_unit.unit.during(call):
-            results.append(function(*own, **options))
+            results.append(function(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True))))
     return call, results
 
 
