@@ -119,6 +119,11 @@ def absent_in(tree) -> list[Absent]:
     return [x for x in found if type(x) is Absent]
 
 
+def origins_in(tree) -> set[Origin]:
+    """Return the origins of the values that a tree lacks."""
+    return set().union(*(x.origins for x in absent_in(tree)))
+
+
 def like(x: torch.Tensor, origin: Origin) -> Absent:
     """Return an absent tensor in the place of `x`."""
     return Absent(torch.empty_like(x.detach(), device="meta"), x.device, {origin})

@@ -4,9 +4,8 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from operator import is_not
 from types import FrameType, ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ from weft.context_parallel.pytree import leaves as leaves_of
 from weft.context_parallel.shared_sequence import NATIVE, name_of, parts_here
 from weft.forward import FunctionMode
 from weft.layer_lists import refuse_caches
-from weft.pipeline.absent import Absent, AbsentValueError, absent_in
+from weft.pipeline.absent import Absent, AbsentValueError, absent_in, origins_in
 from weft.pipeline.forward_cut import CutLayer, ForwardCut, StageEndedError, UncuttableError
 from weft.pipeline.forward_plan import (
     Argument,
@@ -229,21 +228,6 @@ class StageForward:
         return tuple([cross(values[root]) for root in self._leaving])
 
 
-@dataclass(frozen=True, eq=False)
-class Lineage:
-    """An absent tensor's way from the values that it lacks.
-
-    Attributes:
-        root: the value that it is itself.
-        sources: the absent tensors that the function got.
-        origins: names of the parameters and buffers that it lacks besides; all origins if no function gave it.
-    """
-
-    root: Root | None
-    sources: tuple["Lineage", ...] = ()
-    origins: frozenset = frozenset()
-
-
 class StageTrial(StageForward):
     """A forward of the model on one stage that finds what the stage needs.
 
@@ -261,7 +245,6 @@ class StageTrial(StageForward):
         self._aliases: dict[int, set[int]] = {}  # by call, places of results that share memory
         self._touched: set[int] = set()  # ids of tensors that are written to without a trace
         self._region: Any = None  # a checkpoint of torch around the last layer, and whether that layer ran
-        self._lineages: dict[int, tuple[Lineage, torch.Tensor]] = {}  # of absent tensors, by id
         self._here: dict[int, tuple[Root, weakref.ref, list[int]]] = {}  # what functions gave, by id
         self._state: list[torch.Tensor] = []
         self._draws = False
@@ -286,21 +269,14 @@ class StageTrial(StageForward):
         self._refuse_hooks(func, maker)
         if func == _DATA:
             self._touched |= {id(part) for x in leaves if isinstance(x, torch.Tensor) for part in _parts(x)}
-        given = [x for x in leaves if absent_in(x)]
-        before = _names_in(given)
-        sources = tuple(map(self._lineage_of, given))
-        try:
-            out = super()._followed(maker, func, args, kwargs)
-        except AbsentValueError as error:
-            names = frozenset(origin for origin in error.origins if isinstance(origin, str)) - before
-            raise AbsentValueError(self.wanted((args, kwargs)) | names, str(error)) from error
+        out = super()._followed(maker, func, args, kwargs)
         for place, x in enumerate(tree_leaves(out)):
-            if not isinstance(x, torch.Tensor):
-                continue
-            if absent_in(x):
-                self._lineages[id(x)] = Lineage((maker, place), sources, _names_in([x]) - before), x
-            else:
-                self._here[id(x)] = (maker, place), weakref.ref(x), _versions(_parts(x))
+            root = maker, place
+            if absent := absent_in(x):
+                for part in absent if root in self.plan.offers else ():
+                    part.origins = {root}  # an earlier stage has the value itself
+            elif isinstance(x, torch.Tensor):
+                self._here[id(x)] = root, weakref.ref(x), _versions(_parts(x))
         return out
 
     def _refuse_hooks(self, func: Callable, maker: Maker) -> None:
@@ -316,28 +292,6 @@ class StageTrial(StageForward):
     def gives(self, origin: Any) -> bool:
         """Return whether the next trial has this parameter or buffer."""
         return False
-
-    def _lineage_of(self, x: torch.Tensor) -> Lineage:
-        if id(x) in self._lineages:
-            return self._lineages[id(x)][0]
-        return Lineage(None, (), frozenset().union(*(part.origins for part in absent_in(x))))
-
-    def wanted(self, tree) -> set:
-        """Return the values that would give the absent tensors in a tree theirs."""
-        waiting = [self._lineage_of(x) for x in leaves_of(tree) if absent_in(x)]
-        found, seen = set[Any](), set[Lineage]()
-        while waiting:
-            lineage = waiting.pop()
-            root = lineage.root
-            if lineage in seen:
-                continue
-            seen.add(lineage)
-            if root is not None and (not root[0][1] or root in self.plan.offers):  # of a layer, or offered
-                found.add(root)
-            else:
-                waiting += lineage.sources
-                found |= lineage.origins
-        return found
 
     def call(self, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
         self.inside, number, cut = layer, self._calls, self.cut
@@ -397,7 +351,7 @@ class StageTrial(StageForward):
 
     def _run(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
         refuse_caches(layer.layer, args, kwargs, "and every stage would fill the part of its own layers alone")
-        if missing := self.wanted((args, kwargs)):
+        if missing := origins_in((args, kwargs)):
             raise AbsentValueError(missing, f"{layer.name} needs values of another stage")
         tensors = [part for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) for part in _parts(x)]
         versions, arguments = _versions(tensors), tree_leaves((args, kwargs))
@@ -418,11 +372,6 @@ class StageTrial(StageForward):
 
     def _output(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
         return layer.seeded(forward, args, kwargs)
-
-    def _absent(self, root: Root, made: Made) -> torch.Tensor:
-        x = super()._absent(root, made)
-        self._lineages[id(x)] = Lineage(root), x
-        return x
 
     def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
         copy = value.clone()
@@ -455,12 +404,6 @@ class StageTrial(StageForward):
             )
         calls = self.cut.names, self.cut.stages
         return StageFound(self._ran, self._offers, written, self._draws, calls, not self.ended)
-
-
-def _names_in(tensors: Iterable[torch.Tensor]) -> frozenset[str]:
-    """Return the names of the parameters and buffers that tensors lack."""
-    origins = set().union(*(part.origins for x in tensors for part in absent_in(x)))
-    return frozenset(origin for origin in origins if isinstance(origin, str))
 
 
 def _sharing_memory(parts: list, result: LayerResult) -> set[int]:

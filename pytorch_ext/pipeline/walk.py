@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from weft._C import CommError
-from weft.pipeline.absent import AbsentValueError, absent_in
+from weft.pipeline.absent import AbsentValueError, origins_in
 from weft.pipeline.forward_cut import ForwardCut
 from weft.pipeline.forward_plan import ForwardPlan, LayerResult, Root, StageFound
 from weft.pipeline.stage_forward import StageTrial
@@ -68,8 +68,8 @@ def _tried(run: StageTrial, trial: Callable) -> tuple[StageFound | list[Root] | 
     """Return what a trial of a stage has found, the values of other stages that it needs, or its error."""
     try:
         output = trial(run)
-        if absent_in(output):
-            raise AbsentValueError(run.wanted(output), "the output needs values of another stage")
+        if missing := origins_in(output):
+            raise AbsentValueError(missing, "the output needs values of another stage")
         return run.found(), output
     except AbsentValueError as error:
         asked = {origin for origin in error.origins if isinstance(origin, tuple)}
