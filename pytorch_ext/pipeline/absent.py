@@ -83,9 +83,9 @@ class Absent(torch.Tensor):
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return Absent(meta, absent[0].device, set().union(*[x.origins for x in absent]))
         if getattr(func, "overloadpacket", None) in _BY_SHAPE:
-            return func(_blank(args[0]), *args[1:], **kwargs)
+            return func(blank(args[0]), *args[1:], **kwargs)
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            tree = tree_map(lambda x: _blank(x) if isinstance(x, Absent) else x, (args, kwargs))
+            tree = tree_map(lambda x: blank(x) if isinstance(x, Absent) else x, (args, kwargs))
             func(*tree[0], **tree[1])  # draws the numbers that other stages draw here
         absent = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Absent)]
         origins = set().union(*(x.origins for x in absent))
@@ -150,7 +150,8 @@ def _form(func, args, kwargs) -> tuple[tuple | None, list[Absent]]:
     return None if kwargs or drawing else tuple(key), absent
 
 
-def _blank(x: torch.Tensor) -> torch.Tensor:
+def blank(x: torch.Tensor) -> torch.Tensor:
+    """Return zeros in the place of an absent tensor."""
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -14,6 +14,7 @@ the code between layers has made of them and needs after the cut.
 import random
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,33 +61,6 @@ class CutLayer:
             return forward(*args, **kwargs)
 
 
-class BesideLayers:
-    """Step of the forward of a module that the code between layers calls: to that code it is one function."""
-
-    def __init__(self, name: str, cut: "ForwardCut"):
-        self.name, self.cut = name, cut
-
-    def __call__(self, forward: Callable, module: nn.Module, *args, **kwargs):
-        run = self.cut.run
-        if run is None or run.inside is not None or not run.follows:
-            return forward(*args, **kwargs)
-        return run.function(forward, args, kwargs, self.name)
-
-
-class CodeBetween:
-    """Step of the forward of a model that is cut: the running stage follows the functions between the layers."""
-
-    def __init__(self, cut: "ForwardCut"):
-        self.cut = cut
-
-    def __call__(self, forward: Callable, model: nn.Module, *args, **kwargs):
-        run = self.cut.run
-        if run is None or not run.follows:
-            return forward(*args, **kwargs)
-        with run.following():
-            return forward(*args, **kwargs)
-
-
 class ForwardCut:
     """A model whose layers ask the running stage whether to run.
 
@@ -129,8 +103,23 @@ class ForwardCut:
         for name, module in model.named_modules():  # the others that the code between layers calls
             owner = model.get_submodule(name.rpartition(".")[0])
             if module not in inside and module not in self.around and owner in self.around:
-                ForwardChain.of(module).add("between", BesideLayers(name, self))
-        ForwardChain.of(model).add("between", CodeBetween(self))
+                ForwardChain.of(module).add("between", partial(self._beside_layers, name))
+        ForwardChain.of(model).add("between", self._between_layers)
+
+    def _beside_layers(self, name: str, forward: Callable, module: nn.Module, /, *args, **kwargs):
+        """Run a module that the code between layers calls: to that code it is one function."""
+        run = self.run
+        if run is None or run.inside is not None or not run.follows:
+            return forward(*args, **kwargs)
+        return run.function(forward, args, kwargs, name)
+
+    def _between_layers(self, forward: Callable, model: nn.Module, /, *args, **kwargs):
+        """Run the model; the running stage follows the functions between its layers."""
+        run = self.run
+        if run is None or not run.follows:
+            return forward(*args, **kwargs)
+        with run.following():
+            return forward(*args, **kwargs)
 
     def undo(self) -> None:
         """Give the modules back their own forward."""

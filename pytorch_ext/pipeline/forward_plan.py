@@ -78,7 +78,8 @@ class ForwardPlan:
 
     Attributes:
         results: structure of the result of each call.
-        stages: stage of each call.
+        names, stages: layer and stage of each call, up to the one that ended the last stage.
+        whole: whether the forward ended on the last stage.
         offers: values of the code between layers that can cross.
         needed: values of other stages that each stage needs.
         written: values that the code between layers changes in place; every stage changes a copy.
@@ -86,7 +87,9 @@ class ForwardPlan:
     """
 
     results: dict[int, LayerResult] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
     stages: list[int] = field(default_factory=list)
+    whole: bool = False
     offers: dict[Root, Offer] = field(default_factory=dict)
     needed: list[set[Root]] = field(default_factory=list)
     written: set[Root] = field(default_factory=set)
@@ -105,36 +108,19 @@ class ForwardPlan:
         later = set().union(*self.needed[stage + 1 :])
         return sorted(root for root in later if self.maker_of(root) <= stage)
 
-    def add(self, found: "StageFound", needed: set[Root]) -> None:
-        """Add what a stage has found, and what it has needed for that."""
+    def add(self, found: "ForwardPlan", needed: set[Root]) -> None:
+        """Add what a trial of the next stage has found, and what it has needed for that."""
         self.results |= found.results
         self.offers = found.offers | self.offers
         self.written |= found.written
         self.draws |= found.draws
-        self.stages = found.calls[1]
+        self.names, self.stages, self.whole = found.names, found.stages, found.whole
         self.needed.append(needed)
 
 
 def layer_root(number: int, place: int = 0) -> Root:
     """Return a tensor in the result of a layer's call, as a value."""
     return (number, "", 0), place
-
-
-@dataclass
-class StageFound:
-    """What a trial of one stage has found; see ForwardPlan.
-
-    Attributes:
-        calls: name and stage of each call up to now, the one that ended the stage included.
-        last: whether the forward ended on this stage.
-    """
-
-    results: dict[int, LayerResult]
-    offers: dict[Root, Offer]
-    written: set[Root]
-    draws: bool
-    calls: tuple[list[str], list[int]]
-    last: bool
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, slice, range)

@@ -5,17 +5,18 @@ buffers whose values the code between layers needs there; layers do not run agai
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
-from weft.pipeline.absent import Absent
+from weft.pipeline.absent import Absent, blank
 from weft.pipeline.balance import LayerCost, measured, undisturbed
 from weft.pipeline.forward_cut import CutLayer, ForwardCut, UncuttableError
-from weft.pipeline.forward_plan import Argument, Call, LayerResult, result_of
+from weft.pipeline.forward_plan import Call, LayerResult, Root, layer_root, result_of
 from weft.pipeline.stage_forward import StageTrial
 from weft.pipeline.transfers import AllHere
 from weft.pipeline.walk import walk
@@ -26,19 +27,21 @@ class CallRecording:
 
     Attributes:
         names: of each call.
-        results: of each call: its structure, and its parts.
+        results: structure of the result of each call, by its number.
+        values: their parts; zeros for tensors of a model on the meta device.
         costs: of each call, if they were asked for.
         nested: calls in which a layer ran inside of another, by its name.
         uses: for each stage the ids of the parameters and buffers whose values the code between layers needs.
     """
 
+    inside: CutLayer | None = None
     ended = follows = False
 
     def __init__(self, measure: bool = False) -> None:
-        self.inside: CutLayer | None = None
         self.measure = measure
         self.names: list[str] = []
-        self.results: list[tuple[LayerResult, list]] = []
+        self.results: dict[int, LayerResult] = {}
+        self.values: dict[Root, Any] = {}
         self.costs: list[LayerCost] = []
         self.nested: dict[str, set[int]] = {}
         self.uses: list[set[int]] = []
@@ -46,15 +49,13 @@ class CallRecording:
     def started(self) -> None:
         """Note that the model's forward begins."""
 
-    def following(self) -> AbstractContextManager:
-        return nullcontext()
-
     def enter_nested(self, layer: CutLayer) -> None:
         self.nested.setdefault(layer.name, set()).add(len(self.names) - 1)
 
     def call(self, layer: CutLayer, forward: Callable, args, kwargs):
+        number, arguments = len(self.names), tree_leaves((args, kwargs))
         self.names.append(layer.name)
-        self.inside, arguments = layer, tree_leaves((args, kwargs))
+        self.inside = layer
         try:
             if self.measure:
                 result, seconds, saved = measured(layer.layer, forward, args, kwargs)
@@ -64,8 +65,10 @@ class CallRecording:
         finally:
             self.inside = None
         parts, structure = tree_flatten(result)
-        kept = [x.clone() if isinstance(x, torch.Tensor) else x for x in parts]  # other code may write to it
-        self.results.append((result_of(parts, structure, arguments), kept))
+        self.results[number] = result_of(parts, structure, arguments)
+        for place, x in enumerate(parts):
+            x = blank(x) if isinstance(x, Absent) else x
+            self.values[layer_root(number, place)] = x.clone() if isinstance(x, torch.Tensor) else x
         return result
 
 
@@ -90,16 +93,18 @@ def recorded(cut: ForwardCut, inputs: Call, measure: bool = False) -> CallRecord
 
 
 class _StageRehearsal(StageTrial):
-    """A trial of a stage with the results of layers as they were recorded, and with weights when they are asked for.
+    """A trial of a stage whose layers ran in a recording, and that has weights when they are asked for.
 
     Args:
         weights: tensor and places of each parameter and buffer, by name.
     """
 
-    def __init__(self, recording: CallRecording, weights: dict[str, tuple[torch.Tensor, list]], *of_trial):
-        super().__init__(*of_trial)
-        self._recording, self._weights = recording, weights
-        self._uses = recording.uses[self.stage]
+    def __init__(
+        self, recording: CallRecording, weights: dict[str, tuple[torch.Tensor, list]], cut, stage, plan, known, _
+    ):
+        known |= {root: x for root, x in recording.values.items() if cut.stages[root[0][0]] == stage}
+        super().__init__(cut, stage, plan, known, recording.results)
+        self._weights, self._uses = weights, recording.uses[stage]
         for name, (x, places) in weights.items():
             value = x
             if id(x) not in self._uses:
@@ -114,16 +119,6 @@ class _StageRehearsal(StageTrial):
         new = id(x) not in self._uses
         self._uses.add(id(x))
         return new
-
-    def _output(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
-        result, parts = self._recording.results[number]
-        leaves = tree_leaves((args, kwargs))
-        kinds = zip(parts, result.parts, strict=True)
-        parts = [leaves[kind.number] if isinstance(kind, Argument) else part for part, kind in kinds]
-        for place, x in enumerate(parts):
-            if isinstance(x, Absent):
-                parts[place] = torch.zeros(x.shape, dtype=x.dtype, device=self.cut.device)
-        return tree_unflatten(parts, result.structure)
 
 
 def rehearse(cut: ForwardCut, stages: int, inputs: Call, recording: CallRecording) -> None:

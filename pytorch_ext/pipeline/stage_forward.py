@@ -29,7 +29,6 @@ from weft.pipeline.forward_plan import (
     Opaque,
     Repeated,
     Root,
-    StageFound,
     layer_root,
     result_of,
 )
@@ -242,7 +241,6 @@ class StageTrial(StageForward):
         super().__init__(cut, stage, plan, known, ())
         self._ran, self._offers = ran, dict[Root, Offer]()
         self.follows = True
-        self._aliases: dict[int, set[int]] = {}  # by call, places of results that share memory
         self._touched: set[int] = set()  # ids of tensors that are written to without a trace
         self._region: Any = None  # a checkpoint of torch around the last layer, and whether that layer ran
         self._here: dict[int, tuple[Root, weakref.ref, list[int]]] = {}  # what functions gave, by id
@@ -311,6 +309,8 @@ class StageTrial(StageForward):
             self._calls = number + 1
             known = self._ran.get(number) if stage == self.stage else self.plan.results[number]
             self._check_checkpoints(layer.name, stage == self.stage)
+            if stage == self.stage and (missing := origins_in((args, kwargs))):
+                raise AbsentValueError(missing, f"{layer.name} needs values of another stage")
             if known is not None:
                 return self._skipped(number, known, args, kwargs)
             return self._run(number, layer, forward, args, kwargs)
@@ -351,11 +351,9 @@ class StageTrial(StageForward):
 
     def _run(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
         refuse_caches(layer.layer, args, kwargs, "and every stage would fill the part of its own layers alone")
-        if missing := origins_in((args, kwargs)):
-            raise AbsentValueError(missing, f"{layer.name} needs values of another stage")
         tensors = [part for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) for part in _parts(x)]
         versions, arguments = _versions(tensors), tree_leaves((args, kwargs))
-        output = self._output(number, layer, forward, args, kwargs)
+        output = layer.seeded(forward, args, kwargs)
         after = tree_leaves((args, kwargs))
         if versions != _versions(tensors) or len(after) != len(arguments) or any(map(is_not, after, arguments)):
             raise ValueError(
@@ -367,11 +365,7 @@ class StageTrial(StageForward):
         if absent_in(parts):
             raise ValueError(f"{self.cut.caller}: {layer.name} uses a parameter or buffer of a layer on another stage")
         result = self._ran[number] = result_of(parts, structure, arguments)
-        self._aliases[number] = _sharing_memory(parts, result)
         return self._kept(number, result, parts)
-
-    def _output(self, number: int, layer: CutLayer, forward: Callable, args: tuple, kwargs: dict):
-        return layer.seeded(forward, args, kwargs)
 
     def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
         copy = value.clone()
@@ -381,12 +375,14 @@ class StageTrial(StageForward):
     def _is_written(self, parts: list[torch.Tensor], versions: list[int]) -> bool:
         return _versions(parts) != versions or any(id(part) in self._touched for part in parts)
 
-    def found(self) -> StageFound:
-        """Return what this trial has found."""
+    def found(self) -> ForwardPlan:
+        """Return what this trial has found, for `ForwardPlan.add`."""
         written = {root for root, parts, versions in self._versions if self._is_written(parts, versions)}
-        for (number, function, _), place in written:
-            places = self._aliases.get(number, set()) if not function else set()
-            if place in places:
+        values = {**self.known, **self.made}
+        for root in written:
+            (number, function, _), _ = maker, _ = root
+            others = [x for other, x in values.items() if other[0] == maker and other != root]
+            if not function and not _memory_of([values[root]]).isdisjoint(_memory_of(others)):
                 raise UncuttableError(
                     f"{self.cut.caller}: {self.cut.names[number]} returns several tensors that share memory, and the "
                     "code after it writes to one: let that work on a new tensor"
@@ -402,17 +398,15 @@ class StageTrial(StageForward):
                 f"{self.cut.caller}: the forward of {type(self.cut.model).__name__} puts another tensor in the place "
                 f"of its buffer {next(iter(replaced))[1]}, which stages would not have: write to it (copy_)"
             )
-        calls = self.cut.names, self.cut.stages
-        return StageFound(self._ran, self._offers, written, self._draws, calls, not self.ended)
-
-
-def _sharing_memory(parts: list, result: LayerResult) -> set[int]:
-    """Return the places of tensors of a result that share memory with another one in it."""
-    found: dict[int, list[int]] = {}
-    for place, (x, kind) in enumerate(zip(parts, result.parts, strict=True)):
-        for part in _parts(x) if isinstance(kind, Made) else ():
-            found.setdefault(part.untyped_storage()._cdata, []).append(place)
-    return {place for places in found.values() if len(set(places)) > 1 for place in places}
+        return ForwardPlan(
+            results=self._ran,
+            names=self.cut.names,
+            stages=self.cut.stages,
+            whole=not self.ended,
+            offers=self._offers,
+            written=written,
+            draws=self._draws,
+        )
 
 
 def _frame_of(module: ModuleType) -> FrameType | None:
@@ -443,6 +437,12 @@ def _context() -> tuple:
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
     return [part for _, part in parts_here(x)]
+
+
+def _memory_of(values: list) -> set[int]:
+    """Return what identifies the memory of the tensors among these values."""
+    tensors = [part for x in values if isinstance(x, torch.Tensor) for part in _parts(x)]
+    return {part.untyped_storage()._cdata for part in tensors}
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from weft._C import CommError
 from weft.pipeline.absent import AbsentValueError, origins_in
 from weft.pipeline.forward_cut import ForwardCut
-from weft.pipeline.forward_plan import ForwardPlan, LayerResult, Root, StageFound
+from weft.pipeline.forward_plan import ForwardPlan, LayerResult, Root
 from weft.pipeline.stage_forward import StageTrial
 from weft.pipeline.transfers import AllHere, Transfers
 
@@ -47,7 +47,7 @@ def walk(
                 found, output = _tried(run, trial)
                 known |= run.made
             found = transfers.announced(found, at)
-            if isinstance(found, StageFound):
+            if isinstance(found, ForwardPlan):
                 break
             for root in found:
                 source = cut.rank_of(holders.get(root, plan.maker_of(root)))
@@ -56,15 +56,15 @@ def walk(
                     known[root] = value
                 holders[root] = stage
             asked |= set(found)
-        cut.names, cut.stages = found.calls
+        cut.names, cut.stages = found.names, found.stages
         plan.add(found, asked)
         values |= known
-        if found.last:
+        if plan.whole:
             return plan, output
         stage += 1
 
 
-def _tried(run: StageTrial, trial: Callable) -> tuple[StageFound | list[Root] | Exception, Any]:
+def _tried(run: StageTrial, trial: Callable) -> tuple[ForwardPlan | list[Root] | Exception, Any]:
     """Return what a trial of a stage has found, the values of other stages that it needs, or its error."""
     try:
         output = trial(run)

@@ -505,6 +505,22 @@ class Viewing(nn.Linear):
         return y, y[:, :2]
 
 
+class Again(Doing):
+    """Its last stage begins again, after its first layer, for what the first stage gave."""
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        y, part = self.layers[1](first.sin())
+        part.add_(1)
+        return self.layers[2](y) + first
+
+
+def of_views(between):
+    model = Again(between)
+    model.layers[1] = Viewing(4, 4)
+    return model
+
+
 class Wrapping(nn.Linear):
     def forward(self, x):
         return SimpleNamespace(y=super().forward(x))
@@ -548,6 +564,7 @@ REFUSED = {
     ),
     "an object": (partial(Doing, layer=Wrapping), lambda model, out: out.y, "returns a SimpleNamespace.*let it return"),
     "a view": (partial(Doing, layer=Viewing), lambda model, out: out[1].add_(1) + out[0][:, 2:], "that share memory"),
+    "a view in a stage that begins again": (of_views, None, "that share memory"),
     "Python's numbers": (Doing, lambda model, x: x * random.random(), "draws from Python's random numbers"),
     "another buffer": (Doing, replace_mean, "puts another tensor in the place of its buffer mean"),
     "a hook": (Doing, hooked, "calls register_hook between its layers"),
