@@ -1,16 +1,19 @@
-"""The grouping of layers into contiguous parts whose largest cost is as small as possible."""
+"""The grouping of layers into contiguous parts whose largest cost, in time or memory, is as small as possible."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
+
+from weft.sharding.shard import shard_of
 
 ROUNDS = 3  # of timing; the fastest round counts
 
@@ -62,6 +65,44 @@ def balanced(costs: Sequence[Sequence[float]], fits: Callable[[int, int, int], b
     if n not in best:
         raise ValueError("balanced: no cut fits")
     return best[n][2]
+
+
+def placed(layers: Sequence[Sequence[torch.Tensor]], places: int) -> list[int]:
+    """Return the place of each layer. The fullest place has as few bytes as possible.
+
+    A layer that shares a parameter with an earlier layer goes to the same place. A shard counts as the whole parameter,
+    so that ranks with uneven shards place layers alike.
+
+    Args:
+        layers: the parameters and buffers of each layer.
+        places: number of places.
+
+    Raises:
+        ValueError: fewer layers than places, not counting layers that must go with another.
+    """
+    leader: list[int] = []
+    users: dict[int, list[int]] = {}
+    for number, tensors in enumerate(layers):
+        sharing = {leader[user] for x in tensors for user in users.get(id(x), ())}
+        leads = min(sharing, default=number)
+        leader = [leads if other in sharing else other for other in leader]  # a layer may join groups
+        leader.append(leads)
+        for x in tensors:
+            users.setdefault(id(x), []).append(number)
+    cost = dict.fromkeys(leader, 0)
+    distinct = {id(x): (x, number) for number, tensors in reversed([*enumerate(layers)]) for x in tensors}
+    for x, number in distinct.values():
+        shard = shard_of(x)
+        cost[leader[number]] += prod(x.shape if shard is None else shard.global_shape) * x.element_size()
+    leaders = list(cost)
+    if len(leaders) < places:
+        raise ValueError(
+            f"LayerSplit: the model has {len(leaders)} layers that can stand alone, too few for {places} places: use "
+            f"{len(leaders)} at most"
+        )
+    sizes = balanced([[cost[number] for number in leaders]] * places)
+    place = dict(zip(leaders, (place for place, size in enumerate(sizes) for _ in range(size)), strict=True))
+    return [place[leads] for leads in leader]
 
 
 def measured(layer: nn.Module, forward: Callable, args: Sequence, named: dict) -> tuple[Any, float, int]:

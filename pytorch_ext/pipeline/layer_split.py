@@ -18,10 +18,10 @@ from weft.comm.registry import communicator
 from weft.context_parallel.region import agreed, share_in_stages, sharing_in
 from weft.forward import ForwardChain
 from weft.layer_lists import layers_of, tensors_outside
+from weft.pipeline.balance import placed
 from weft.pipeline.forward_cut import ForwardCut, cut_layers
-from weft.pipeline.model_stage import HeldLayers, leave_out, outside_of, outside_of_inference
-from weft.pipeline.placement import placed
-from weft.pipeline.stage_params import StageParams, hold
+from weft.pipeline.model_stage import outside_of_inference
+from weft.pipeline.stage_params import HeldLayers, StageParams, hold, outside_of
 from weft.pipeline.transfers import Transfers
 from weft.pipeline.transformers_stages import refuse_records
 from weft.pipeline.walk import walk
@@ -194,14 +194,12 @@ class _AcrossRanks:
         self.cut = cut = _LayersByRank(model, self.device, owners)
         self.outside = outside_of(cut)
         own = HeldLayers([cut.layers[name] for name, rank in owners.items() if rank == self.ranks.rank], self.outside)
-        hold(split, model, [own])
+        self.held = StageParams(split, cut, [own])
         everywhere = set(range(self.ranks.world_size))
         mark(
             dict.fromkeys(own.parameters(), everywhere) | {x: {self.ranks.rank} for x in own.layers.parameters()},
             self.ranks,
         )
-        leave_out(cut, [own])
-        self.held = StageParams(split, [model])
 
     def __call__(self, *inputs, **named):
         return self.run(self.model, inputs, named)
@@ -213,7 +211,7 @@ class _AcrossRanks:
 
     def _run(self, model: nn.Module, inputs: tuple, named: dict) -> Any:
         refuse_records(self.cut.of_transformers, named)
-        self.held.renew(self.split)
+        self.held.renew()
         cut, ranks = self.cut, self.ranks
         cut.names, cut.stages, cut.runs = [], [], 0
         if self.sharing is not None:

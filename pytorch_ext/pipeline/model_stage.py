@@ -1,4 +1,4 @@
-"""The stages of a model that run its own forward, and the tensors that each of them has."""
+"""The stages of a model that run its own forward."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +9,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from weft.forward.running import followed
-from weft.invariant.exact_functions import draws_of_units
-from weft.pipeline.absent import Absent, AbsentValueError, like
+from weft.pipeline.absent import Absent, AbsentValueError
 from weft.pipeline.forward_cut import ForwardCut
 from weft.pipeline.forward_plan import Call, ForwardPlan
-from weft.pipeline.recording import CallRecording, slots_of
+from weft.pipeline.recording import CallRecording
 from weft.pipeline.stage_forward import StageForward
+from weft.pipeline.stage_params import HeldLayers, slots_of
+from weft.invariant.exact_functions import draws_of_units
 
 _PRIME = 1_000_003  # keeps the seeds of micro-batches apart
 _APART = 7_368_787  # and those of stages, where the code between layers draws nothing
@@ -32,27 +33,6 @@ def outside_of_inference(tree: Any) -> Iterator[Any]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield tree_map_only(torch.Tensor, lambda x: x.clone() if x.is_inference() else x, tree)
-
-
-class HeldLayers(nn.Module):
-    """Layers, and other parameters and buffers of a model as they are now.
-
-    Args:
-        outside: module and name of each of these.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], outside: Sequence[tuple[nn.Module, str]]):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self._outside = tuple(outside)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        outside = (module._parameters.get(name) for module, name in self._outside)
-        return iter(dict.fromkeys([*self.layers.parameters(), *(x for x in outside if x is not None)]))
-
-    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        outside = (module._buffers.get(name) for module, name in self._outside)
-        return iter([*self.layers.buffers(), *(x for x in outside if x is not None)])
 
 
 class ModelStage(HeldLayers):
@@ -166,27 +146,6 @@ def stages_of(cut: ForwardCut, total: int, recording: CallRecording, loss) -> li
         )
         for stage, uses in enumerate(recording.uses or [set()] * total)
     ]
-
-
-def outside_of(cut: ForwardCut) -> list[tuple[nn.Module, str]]:
-    """Return module and name of the parameters and buffers around the layers."""
-    own = {id(module) for layer in cut.layers.values() for module in layer.modules()}
-    return [(module, name) for module, _, name, _ in slots_of(cut.model) if id(module) not in own]
-
-
-def leave_out(cut: ForwardCut, own: Sequence[HeldLayers]) -> None:
-    """Put absent tensors in the place of those that this rank's stages do not use."""
-    held = {id(x) for stage in own for x in [*stage.parameters(), *stage.buffers()]}
-    names = {id(x): name for name, x in [*cut.model.named_parameters(), *cut.model.named_buffers()]}
-    running = {id(module) for stage in own for module in stage.modules()}
-    for layer in cut.layers.values():
-        if id(layer) not in running and hasattr(layer, "gradient_checkpointing"):
-            layer.gradient_checkpointing = False  # type: ignore[assignment]
-    stand_ins: dict[int, Absent] = {}
-    for _, tensors, name, x in slots_of(cut.model):
-        if id(x) not in held and not isinstance(x, Absent):
-            stand_ins.setdefault(id(x), like(x, names[id(x)]))
-            tensors[name] = stand_ins[id(x)]
 
 
 def _inside(cut: ForwardCut) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ measures the time of each action.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -30,12 +31,12 @@ from weft.pipeline.balance import undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
 from weft.pipeline.forward_plan import Call, ForwardPlan
 from weft.pipeline.microbatches import check_means, microbatches_of
-from weft.pipeline.model_stage import ModelStage, leave_out, outside_of_inference
+from weft.pipeline.model_stage import ModelStage, outside_of_inference
 from weft.pipeline.schedules import SCHEDULES
 from weft.pipeline.stage_boundary import Made, differentiable
-from weft.pipeline.stage_params import StageParams, hold
+from weft.pipeline.stage_params import StageParams
 from weft.pipeline.tied_params import Ties, users_of
-from weft.pipeline.timeline import Timeline, timeline_of
+from weft.pipeline.timeline import Timeline
 from weft.pipeline.timing import ClockedStage, StageClock
 from weft.pipeline.transfers import Transfers
 from weft.pipeline.transformers_stages import refuse_layerdrop, refuse_records
@@ -184,7 +185,7 @@ class Pipeline(nn.Module):
             self._device,
         )
         self._total, self.layers_per_stage = len(stages), self._cut.layers_per_stage
-        self._keep_own_stages(model, stages)
+        self._keep_own_stages(stages)
         self._clock = StageClock(self._device)
         self._schedules: dict[str, _BuiltSchedule] = {}  # by the shapes of a batch, the last used one at the end
         self._reducer: Reducer | None = None  # over "dp", made with the first step
@@ -309,7 +310,7 @@ class Pipeline(nn.Module):
         actions = self._ranks.all_gather_object(self._clock.actions(self._ranks.rank))
         if not all(actions):
             raise ValueError("Pipeline.timeline: no step was recorded; call step(..., record_timeline=True) first")
-        return timeline_of(self._name, self._total, self._microbatches, actions)
+        return Timeline(self._name, len(actions), self._total, self._microbatches, tuple(chain.from_iterable(actions)))
 
     def __deepcopy__(self, memo):
         raise TypeError("a Pipeline cannot be copied: copy the model first, and cut both")
@@ -319,19 +320,17 @@ class Pipeline(nn.Module):
             "a Pipeline has no forward of its own: call step(inputs, targets), or evaluate(inputs, targets)"
         )
 
-    def _keep_own_stages(self, model: nn.Module, stages: Sequence[ModelStage]) -> None:
+    def _keep_own_stages(self, stages: Sequence[ModelStage]) -> None:
         numbers = self._plan.stages_of(self._ranks.rank, self._ranks.world_size, self._total)
         self._stages = {number: stages[number] for number in numbers}
-        hold(self, model, self._stages.values())
-        users = users_of(stages, self._owner)
+        users = users_of(stages, self._owner)  # before the tensors of other stages are left out
+        self._held = StageParams(self, self._cut, list(self._stages.values()))
         mark({parameter: set(of_stages.values()) for parameter, of_stages in users.items()}, self._ranks)
         share_in_stages(self, self._sharing)
         self._ranks.p2p_group(self._device)  # with all ranks: a tie has messages of a few
         self._ties = Ties(users, self._ranks)
         self._ties.align()
         self._parameters_here = list(self.parameters())
-        self._held = StageParams(self, [model])
-        leave_out(self._cut, list(self._stages.values()))
 
     def _owner(self, stage: int) -> int:
         return self._plan.rank_of(stage, self._ranks.world_size)
@@ -389,7 +388,7 @@ class Pipeline(nn.Module):
 
     def _renew(self) -> None:
         """Take the parameters as they are now: users replace them, by values for a model on the meta device."""
-        changed = self._held.renew(self)
+        changed = self._held.renew()
         if changed is None:
             return
         self._ties.renew(changed)
@@ -506,11 +505,11 @@ class Pipeline(nn.Module):
 
     def _built(self, plan: ForwardPlan) -> "_BuiltSchedule":
         """Build torch's schedule for stages that take and give tensors of these shapes."""
-        crossing = [plan.leaving(stage) for stage in range(self._total - 1)]
-        sent = [tuple(_sent(plan.made(root)) for root in roots) for roots in crossing]
+        leaving = [plan.leaving(stage) for stage in range(self._total - 1)]
+        sent = [tuple(_sent(plan.made(root)) for root in roots) for roots in leaving]
         ends = (torch.zeros(1, dtype=torch.int64),), (torch.zeros((), dtype=self._loss_type, requires_grad=True),)
-        chain = [tuple(x.to("meta") for x in ends[0]), *sent, ends[1]]
-        entering = {number: chain[number] for number in self._stages}
+        crossings = [tuple(x.to("meta") for x in ends[0]), *sent, ends[1]]
+        entering = {number: crossings[number] for number in self._stages}
         running: dict[int, ClockedStage] = {}
         for number, module in self._stages.items():
             running[number] = stage = ClockedStage(
@@ -519,7 +518,7 @@ class Pipeline(nn.Module):
                 self._total,
                 self._device,
                 input_args=entering[number],
-                output_args=chain[number + 1],
+                output_args=crossings[number + 1],
                 group=self._ranks.p2p_group(self._device),
             )
             stage.clock = self._clock

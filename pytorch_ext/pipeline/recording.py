@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from weft.pipeline.absent import Absent, blank
@@ -18,6 +17,7 @@ from weft.pipeline.balance import LayerCost, measured, undisturbed
 from weft.pipeline.forward_cut import CutLayer, ForwardCut, UncuttableError
 from weft.pipeline.forward_plan import Call, LayerResult, Root, layer_root, result_of
 from weft.pipeline.stage_forward import StageTrial
+from weft.pipeline.stage_params import slots_of
 from weft.pipeline.transfers import AllHere
 from weft.pipeline.walk import walk
 
@@ -134,17 +134,6 @@ def rehearse(cut: ForwardCut, stages: int, inputs: Call, recording: CallRecordin
     finally:
         for _, tensors, own, x in before:
             tensors[own] = x
-
-
-def slots_of(model: nn.Module) -> list[tuple[nn.Module, dict, str, torch.Tensor]]:
-    """Return every place of a parameter or buffer: module, dict, name and tensor."""
-    return [
-        (module, tensors, name, x)
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
-        for name, x in tensors.items()
-        if x is not None
-    ]
 
 
 @contextmanager

@@ -13,21 +13,16 @@ from weft.context_parallel.shared_sequence import SequenceCut, SharedSequence, b
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Mark of a part of a shared sequence: its dimension; blocks and region as in SequenceCut."""
-
-    axis: int
-    blocks: int
-    region: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
 class Made:
-    """A tensor that one stage made, as it crosses to another."""
+    """A tensor that one stage made, as it crosses to another.
+
+    Attributes:
+        shared: of a shared sequence: its dimension; blocks and region as in SequenceCut.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
-    mark: Mark | None = None  # of a shared sequence
+    shared: tuple[int, int, tuple[int, int] | None] | None = None
     requires_grad: bool = field(default=False, compare=False)
 
     @classmethod
@@ -38,18 +33,23 @@ class Made:
         shape, parts = list(x.shape), x.units or (x,)
         shape[x.axis] = sum(part.local.size(x.axis) for part in parts)
         needs = any(part.local.requires_grad for part in parts)
-        return cls(torch.Size(shape), x.dtype, Mark(x.axis, x.cut.blocks, x.cut.region), needs)
+        return cls(torch.Size(shape), x.dtype, (x.axis, x.cut.blocks, x.cut.region), needs)
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def arrived(self, x: torch.Tensor, call: SharedCall | None) -> torch.Tensor:
         """Return the value that `to_send` made x from."""
-        if self.mark is None:
+        if self.shared is None:
             return x
         assert call is not None
-        cut = SequenceCut(call.sharing, call.layout, self.mark.blocks, self.mark.region)
-        return received(x, self.mark.axis, cut)
+        axis, blocks, region = self.shared
+        cut = SequenceCut(call.sharing, call.layout, blocks, region)
+        if cut.sharing.units is None:
+            return SharedSequence(x, axis, cut)
+        parts = _UnitsApart.apply(axis, [part.blocks * part.mine for part in cut.of_units], x)
+        units = [SharedSequence(part, axis, of_unit) for part, of_unit in zip(parts, cut.of_units, strict=True)]
+        return SharedSequence.of_units(units, cut.sharing)
 
 
 def differentiable(x: torch.Tensor) -> bool:
@@ -76,15 +76,6 @@ def to_send(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, SharedSequence):
         return x
     return without_guards(_UnitsTogether.apply(x.axis, *(unit.local for unit in x.units)) if x.units else x.local)
-
-
-def received(x: torch.Tensor, axis: int, cut: SequenceCut) -> SharedSequence:
-    """Return the shared sequence that `to_send` made x from."""
-    if cut.sharing.units is None:
-        return SharedSequence(x, axis, cut)
-    parts = _UnitsApart.apply(axis, [part.blocks * part.mine for part in cut.of_units], x)
-    units = [SharedSequence(part, axis, of_unit) for part, of_unit in zip(parts, cut.of_units, strict=True)]
-    return SharedSequence.of_units(units, cut.sharing)
 
 
 class _UnitsTogether(torch.autograd.Function):

@@ -189,7 +189,7 @@ class StageForward:
 
     def _absent(self, root: Root, made: Made) -> torch.Tensor:
         x = Absent(torch.empty(made.shape, dtype=made.dtype, device="meta"), self.cut.device, {root})
-        return x if made.mark is None else made.arrived(x, self.cut.shared)
+        return x if made.shared is None else made.arrived(x, self.cut.shared)
 
     def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the code between layers gets."""

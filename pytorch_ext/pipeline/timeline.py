@@ -1,7 +1,6 @@
 """A step as it ran: the actions of every rank, their idle time, and drawings of both."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,9 +130,3 @@ class Timeline:
             fontsize=8,
         )
         figure.savefig(path, dpi=120)
-
-
-def timeline_of(schedule: str, stages: int, microbatches: int, per_rank: Sequence[Sequence[Action]]) -> Timeline:
-    """Return the timeline of the actions of each rank."""
-    actions = tuple(action for of_rank in per_rank for action in of_rank)
-    return Timeline(schedule, len(per_rank), stages, microbatches, actions)

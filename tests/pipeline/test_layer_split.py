@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import weft
-from weft.pipeline.placement import placed
+from weft.pipeline.balance import placed
 from weft.testing.models import TiedModel, batch_of, loss_of
 from weft.testing.ranks import run_ranks, try_ranks
 
