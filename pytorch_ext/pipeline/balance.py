@@ -122,7 +122,7 @@ def measured(layer: nn.Module, forward: Callable, args: Sequence, named: dict) -
     args, named = tree_map_only(torch.Tensor, _from_a_layer, (tuple(args), named))
     _synchronize(args)
     start = time.perf_counter()
-    with torch.enable_grad(), saved_tensors_hooks(keep, _never_read):
+    with torch.enable_grad(), saved_tensors_hooks(keep, never_read):
         values = forward(*args, **named)
     _synchronize(args)
     seconds = time.perf_counter() - start
@@ -137,8 +137,9 @@ def _from_a_layer(x: torch.Tensor) -> torch.Tensor:
         return x.detach().requires_grad_().clone()
 
 
-def _never_read(_: None) -> NoReturn:
-    raise AssertionError("a measured layer has no backward")
+def never_read(_: None) -> NoReturn:
+    """Raise, in the place of a hook that gives a tensor to a backward."""
+    raise AssertionError("what is measured or tried has no backward")
 
 
 def _synchronize(values) -> None:

@@ -1,6 +1,7 @@
 """The cut of a model into the stages of a pipeline, the same on all ranks, and the checks before it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from weft.comm.registry import communicator
 from weft.context_parallel.region import agreed, sharing_in
 from weft.context_parallel.shared_sequence import Sharing
 from weft.data_parallel.data_parallel import DataParallel
-from weft.pipeline.balance import ROUNDS, LayerCost, balanced
+from weft.pipeline.balance import ROUNDS, balanced
 from weft.pipeline.forward_cut import ForwardCut, UncuttableError, has_state
 from weft.pipeline.forward_plan import Call
 from weft.pipeline.layer_split import LayerSplit
@@ -136,75 +137,63 @@ def cut_of(
     plan, ranks = SCHEDULES[schedule], along["pp"].size()
     total = _number_of_stages(plan, schedule, ranks, stages_per_rank, microbatches)
     cut = PipelineCut(model, device, layers, plan, ranks, total)
-    try:
-        stages = _cut_into(cut, along, schedule, microbatches, plan, balance, memory, example, loss)
+    with ExitStack() as failing:
+        failing.callback(cut.undo)
+        inputs, recording = _recorded(cut, sharing_of(model, along), example)
+        cut.names = recording.names
+        try:
+            measured = None if example is None else inputs
+            sizes: list[int] | str = _sizes(cut, along["pp"], schedule, microbatches, balance, memory, measured)
+        except _RankError as error:  # raised below, on every rank
+            sizes = str(error)
+        cut.layers_per_stage = _agreed(along, (schedule, microbatches, total, len(cut.names)), sizes)
+        cut.stages = [stage for stage, size in enumerate(cut.layers_per_stage) for _ in range(size)]
+        if recording.results:
+            _rehearse(cut, inputs, recording)
+        else:
+            cut.stage_of_layer = dict(zip(cut.names, cut.stages, strict=True))
+        stages = stages_of(cut, total, recording, loss)
         _refuse_shared_means(model, stages, [cut.rank_of(stage) for stage in range(total)])
-    except Exception:
-        cut.undo()
-        raise
+        failing.pop_all()
     return cut, stages
 
 
-def _cut_into(
-    cut: PipelineCut, along, schedule: str, microbatches: int, plan: Schedule, balance, memory, example, loss
-) -> list[ModelStage]:
-    total, ranks = cut.total, along["pp"].size()
-    inputs, recording = _recorded(cut, sharing_of(cut.model, along), example)
-    cut.names = recording.names
+def _agreed(along: dict[str, DeviceMesh], own: tuple, sizes: list[int] | str) -> tuple[int, ...]:
+    """Return the layers of each stage as the first rank would cut. A collective call.
 
-    def costs() -> list[tuple[list[LayerCost], float | None]]:
-        """Return what every layer takes on each stage's rank, and that rank's memory."""
-        if example is None:
-            raise ValueError(
-                'Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example='
-            )
-        runs = [recorded(cut, inputs, measure=True).costs for _ in range(ROUNDS)]
-        found = [min(run, key=lambda cost: cost.seconds) for run in zip(*runs, strict=True)]
-        of_rank = communicator(along["pp"]).all_gather_object((found, memory))
-        if len({len(layers) for layers, _ in of_rank}) > 1:
-            of_rank = [(found, memory)] * ranks  # refused below
-        return [of_rank[cut.rank_of(stage)] for stage in range(total)]
+    Args:
+        own: this rank's (schedule, microbatches, stages, layers).
+        sizes: its layers of each stage, or why there are none; they may differ, as shards and times do.
 
-    sizes: list[int] | str  # or why there are none
-    try:
-        if memory is not None and (balance != "time" or total != ranks):
-            raise _RankError('Pipeline: memory= is for balance="time" and schedules with one stage on a rank')
-        size = 4 * max((x.element_size() for x in cut.model.parameters()), default=0)  # gradients, two moments as well
-        states = [size * count for count in _elements(cut)]
-        kept = [plan.kept(rank, ranks, microbatches) for rank in range(ranks)]
-        sizes = _sizes(cut.names, states, costs, kept, total, schedule, balance)
-    except _RankError as error:  # raised below, on every rank
-        sizes = str(error)
-    for dimension in along.values():  # shards and times may differ between ranks, the cut must not
-        cuts = communicator(dimension).all_gather_object((schedule, microbatches, total, len(cut.names), sizes))
-        if any(own[:4] != cuts[0][:4] for own in cuts):
+    Raises:
+        ValueError: ranks differ, or one has no sizes; on every rank.
+    """
+    for dimension in along.values():
+        found = communicator(dimension).all_gather_object((own, sizes))
+        if any(of_rank != found[0][0] for of_rank, _ in found):
             raise ValueError(
                 "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
-                + "; ".join(f"rank {rank} has {own[:4]}" for rank, own in enumerate(cuts))
+                + "; ".join(f"rank {rank} has {of_rank}" for rank, (of_rank, _) in enumerate(found))
             )
-        misfit = next((own[4] for own in cuts if isinstance(own[4], str)), None)
-        sizes = misfit or cuts[0][4]
+        sizes = next((why for _, why in found if isinstance(why, str)), found[0][1])
     if isinstance(sizes, str):
         raise ValueError(sizes)
-    cut.layers_per_stage = tuple(sizes)
-    cut.stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    if recording.results:
-        try:
-            rehearse(cut, total, inputs, recording)
-        except (UncuttableError, CommError):
-            raise
-        except Exception as error:
-            recording.uses.clear()
-            _log.warning(
-                "Pipeline: every stage has all parameters around the layers, because a forward without the layers "
-                "failed (%s: %s)",
-                type(error).__name__,
-                error,
-            )
-    stages = stages_of(cut, total, recording, loss)
-    if not recording.results:
-        cut.stage_of_layer = dict(zip(cut.names, cut.stages, strict=True))
-    return stages
+    return tuple(sizes)
+
+
+def _rehearse(cut: PipelineCut, inputs: Call, recording: CallRecording) -> None:
+    try:
+        rehearse(cut, cut.total, inputs, recording)
+    except (UncuttableError, CommError):
+        raise
+    except Exception as error:
+        recording.uses.clear()
+        _log.warning(
+            "Pipeline: every stage has all parameters around the layers, because a forward without the layers failed "
+            "(%s: %s)",
+            type(error).__name__,
+            error,
+        )
 
 
 def _recorded(cut: PipelineCut, sharing: Sharing | None, example) -> tuple[Call, CallRecording]:
@@ -331,25 +320,26 @@ class _RankError(ValueError):
 
 
 def _sizes(
-    names: Sequence[str],
-    states: Sequence[int],
-    costs: Callable[[], Sequence[tuple[Sequence[LayerCost], float | None]]],
-    kept: Sequence[int],
-    stages: int,
-    name: str,
+    cut: PipelineCut,
+    pp: DeviceMesh,
+    schedule: str,
+    microbatches: int,
     balance,
+    memory: float | None,
+    inputs: Call | None,
 ) -> list[int]:
-    """Return the number of layers of each stage.
+    """Return the number of layers of each stage. A collective call if balance="time".
 
     Args:
-        states: bytes of each layer's parameters, gradients and AdamW's moments.
-        costs: returns the measured layers and the memory of each stage's rank.
-        kept: of each rank: micro-batches whose activations it keeps at once.
+        inputs: a call to measure the layers on, if there is one.
     """
+    names, stages, ranks = cut.names, cut.total, pp.size()
+    if memory is not None and (balance != "time" or stages != ranks):
+        raise _RankError('Pipeline: memory= is for balance="time" and schedules with one stage on a rank')
     if len(names) < stages:
         raise ValueError(
-            f"Pipeline: schedule {name!r} needs {stages} stages, and the model has {len(names)} layers with parameters "
-            f'({", ".join(names)}). Use fewer ranks along "pp", a schedule with one '
+            f"Pipeline: schedule {schedule!r} needs {stages} stages, and the model has {len(names)} layers with "
+            f'parameters ({", ".join(names)}). Use fewer ranks along "pp", a schedule with one '
             'stage on a rank ("1f1b"), or split containers further with layers=[...]'
         )
     if not isinstance(balance, str):
@@ -359,16 +349,26 @@ def _sizes(
                 f"Pipeline: balance={sizes} must be {stages} numbers, 1 or more, that add up to {len(names)} layers"
             )
         return sizes
+    size = 4 * max((x.element_size() for x in cut.model.parameters()), default=0)  # gradients, two moments as well
+    states = [size * count for count in _elements(cut)]
     if balance == "parameters":
         return balanced([states] * stages)
     if balance != "time":
         raise ValueError(f'Pipeline: balance={balance!r} is not "parameters", "time" or the layers of each stage')
-    of_stage = costs()
+    if inputs is None:
+        raise ValueError('Pipeline: balance="time" measures the layers on a micro-batch of inputs: pass it as example=')
+    runs = [recorded(cut, inputs, measure=True).costs for _ in range(ROUNDS)]
+    own = [min(run, key=lambda cost: cost.seconds) for run in zip(*runs, strict=True)], memory
+    of_rank = communicator(pp).all_gather_object(own)
+    if len({len(layers) for layers, _ in of_rank}) > 1:
+        of_rank = [own] * ranks  # refused by `_agreed`
+    of_stage = [of_rank[cut.rank_of(stage)] for stage in range(stages)]
     seconds = [[layer.seconds for layer in layers] for layers, _ in of_stage]
     if all(memory is None for _, memory in of_stage):
         return balanced(seconds)
+    kept = SCHEDULES[schedule].kept
     needed = [
-        [state + kept[stage] * layer.saved for state, layer in zip(states, layers, strict=True)]
+        [state + kept(stage, ranks, microbatches) * layer.saved for state, layer in zip(states, layers, strict=True)]
         for stage, (layers, _) in enumerate(of_stage)
     ]
     limits = [float("inf") if memory is None else memory for _, memory in of_stage]

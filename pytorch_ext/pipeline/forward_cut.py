@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft.context_parallel.region import SharedCall, entry_of
 from weft.context_parallel.transformers_attention import models_of_transformers
@@ -216,3 +217,8 @@ def has_state(layer: nn.Module) -> bool:
     """Return whether a layer has parameters or running means."""
     means = (getattr(module, "running_mean", None) for module in layer.modules())
     return any(True for _ in layer.parameters()) or any(x is not None for x in means)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device for the layers."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -19,7 +19,7 @@ from weft.context_parallel.region import agreed, share_in_stages, sharing_in
 from weft.forward import ForwardChain
 from weft.layer_lists import layers_of, tensors_outside
 from weft.pipeline.balance import placed
-from weft.pipeline.forward_cut import ForwardCut, cut_layers
+from weft.pipeline.forward_cut import ForwardCut, cut_layers, device_of
 from weft.pipeline.model_stage import outside_of_inference
 from weft.pipeline.stage_params import HeldLayers, StageParams, hold, outside_of
 from weft.pipeline.transfers import Transfers
@@ -186,8 +186,7 @@ class _AcrossRanks:
 
     def __init__(self, split: LayerSplit, model: nn.Module, mesh: DeviceMesh):
         self.ranks, self.split, self.model = _along(mesh), split, model
-        on_gpu = mesh.device_type == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = device_of(mesh)
         self.sharing = sharing_in(model).get("")
         share_in_stages(split, self.sharing)
         owners = _owners(model, self.ranks.world_size)

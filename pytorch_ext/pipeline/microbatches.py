@@ -14,16 +14,6 @@ _PACKED = (
 )
 
 
-def check_batch(batch: int, microbatches: int) -> None:
-    """Raise ValueError if a batch cannot be cut into equal micro-batches."""
-    if batch == 0 or batch % microbatches:
-        fitting = [m for m in range(1, batch + 1) if batch % m == 0]
-        raise ValueError(
-            f"Pipeline: a batch of {batch} cannot be cut into {microbatches} equal micro-batches. "
-            f"Pad or drop to a multiple of {microbatches}, or choose microbatches from {fitting}"
-        )
-
-
 def microbatches_of(call: tuple[tuple, dict], targets: Any, microbatches: int) -> Iterator[tuple[tuple, dict]]:
     """Yield the arguments of each micro-batch.
 
@@ -52,7 +42,12 @@ def microbatches_of(call: tuple[tuple, dict], targets: Any, microbatches: int) -
                 f"Pipeline: {name} is {tuple(x.shape)}, and the batch is {batch}, the first dimension of the first "
                 "input: every tensor must have the batch as its first dimension (or none)"
             )
-    check_batch(batch, microbatches)
+    if batch == 0 or batch % microbatches:
+        fitting = [m for m in range(1, batch + 1) if batch % m == 0]
+        raise ValueError(
+            f"Pipeline: a batch of {batch} cannot be cut into {microbatches} equal micro-batches. "
+            f"Pad or drop to a multiple of {microbatches}, or choose microbatches from {fitting}"
+        )
 
     def part(x: Any, number: int) -> Any:
         if id(x) in patches:

@@ -27,8 +27,9 @@ from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.reducer import Reducer
 from weft.invariant.unit_outputs import mean_of_units
 from weft.ops.invariant import Units
-from weft.pipeline.balance import undisturbed
+from weft.pipeline.balance import never_read, undisturbed
 from weft.pipeline.cut import call_with, check_arguments, cut_of, dimensions_of, sharing_of
+from weft.pipeline.forward_cut import device_of
 from weft.pipeline.forward_plan import Call, ForwardPlan
 from weft.pipeline.microbatches import check_means, microbatches_of
 from weft.pipeline.model_stage import ModelStage, outside_of_inference
@@ -165,7 +166,7 @@ class Pipeline(nn.Module):
         self._ranks: Communicator = communicator(along["pp"])
         self._replicas = communicator(along["dp"]) if "dp" in along and along["dp"].size() > 1 else None
         self._plan, self._microbatches, self._reduction = SCHEDULES[schedule], microbatches, reduction
-        self._device = _device_of(mesh)
+        self._device = device_of(mesh)
         self._name = schedule
         self._loss = None if loss is None else partial(loss)  # a loss that is a module must not become a submodule
         self._sharing = sharing_of(model, along)
@@ -375,10 +376,9 @@ class Pipeline(nn.Module):
             check_means(call[1], self._microbatches)
         given = list(microbatches_of(call, targets, self._microbatches))
         if self._units is not None:
-            self._check_units(self._units.total, given)
-        alone = self._units is None and self._replicas is None
-        summed = [tie.parameter for tie in self._ties.ties] if alone else self._parameters_here
-        if elsewhere := [parameter for parameter in summed if hasattr(parameter, "main_grad")]:
+            batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
+            check_alike(self._units.total, batch, self._shared_by, self._device)
+        if elsewhere := [parameter for parameter in self._summed() if hasattr(parameter, "main_grad")]:
             name = next(name for name, parameter in self.named_parameters() if parameter is elsewhere[0])
             raise ValueError(
                 f"Pipeline: the gradient of {name} goes to main_grad, and only .grad is summed over tied copies "
@@ -398,8 +398,10 @@ class Pipeline(nn.Module):
 
     def _reducer_over_replicas(self) -> Reducer | None:
         """Return what sums gradients over "dp" as they become ready; None without "dp" and in units."""
+        if self._replicas is None or self._units is not None:
+            return None
         kinds = [(parameter.requires_grad, parameter.dtype, parameter.device) for parameter in self._parameters_here]
-        if self._replicas is None or self._units is not None or not any(kind[0] for kind in kinds):
+        if not any(kind[0] for kind in kinds):
             return None
         if self._reducer is None or kinds != self._kinds:
             named = enumerate(self.named_parameters())
@@ -416,10 +418,6 @@ class Pipeline(nn.Module):
         self._kinds = kinds
         return self._reducer
 
-    def _check_units(self, total: int, given: list[Call]) -> None:
-        batch = next(x.size(0) for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.dim())
-        check_alike(total, batch, self._shared_by, self._device)
-
     def _gradients_of_units(self, schedule: "_BuiltSchedule", units: Units) -> UnitGradients:
         """Return where this step's stages leave their gradients."""
         own = {number: stage.submod for number, stage in schedule.running.items()}
@@ -430,14 +428,14 @@ class Pipeline(nn.Module):
         self._cut.watched = gradients.without_draws
         return gradients
 
-    def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Take off and return the gradients of earlier steps that ranks have summed.
-
-        Applies to parameters whose gradients this step sums over ranks; the earlier sum must not be summed again.
-        """
+    def _summed(self) -> Sequence[nn.Parameter]:
+        """Return the parameters whose gradients a step sums over ranks."""
         alone = self._replicas is None and self._units is None
-        summed = [tie.parameter for tie in self._ties.ties] if alone else self._parameters_here
-        earlier = {parameter: parameter.grad for parameter in summed if parameter.grad is not None}
+        return [tie.parameter for tie in self._ties.ties] if alone else self._parameters_here
+
+    def _put_aside(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Take off and return the gradients of earlier steps that ranks have summed, and must not sum again."""
+        earlier = {parameter: parameter.grad for parameter in self._summed() if parameter.grad is not None}
         if self._reducer is not None:  # the next gradients go to the memory of these
             earlier = {parameter: gradient.clone() for parameter, gradient in earlier.items()}
         for parameter in earlier:
@@ -498,7 +496,7 @@ class Pipeline(nn.Module):
         """Run a micro-batch through the stages, and return what crosses them."""
         if self._cut.stage_of_layer:
             self._cut.names, self._cut.stages = [], []
-        with undisturbed(self._cut.model), saved_tensors_hooks(lambda _: None, _never_read):
+        with undisturbed(self._cut.model), saved_tensors_hooks(lambda _: None, never_read):
             transfers = Transfers(self._ranks, self._device)
             plan, _ = walk(self._cut, lambda run: self._stages[run.stage].run(run, 0), transfers)
         return plan
@@ -551,20 +549,10 @@ class Pipeline(nn.Module):
         loss = self._ranks.broadcast_(loss, self._owner(self._total - 1))
         if self._sharing is not None and self._sharing.parts:
             loss = self._sharing.ranks.all_reduce_(loss)
-        return loss if self._replicas is None or self._units is not None else self._over_replicas(loss)
-
-    def _over_replicas(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._replicas is not None
-        self._replicas.all_reduce_(x)
-        return x.div_(self._replicas.world_size) if self._reduction == "mean" else x
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-
-
-def _never_read(_: None) -> NoReturn:
-    raise AssertionError("a trial has no backward")
+        if self._replicas is None or self._units is not None:
+            return loss
+        self._replicas.all_reduce_(loss)
+        return loss.div_(self._replicas.world_size) if self._reduction == "mean" else loss
 
 
 def _sent(made: Made) -> torch.Tensor:

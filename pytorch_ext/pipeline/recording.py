@@ -4,8 +4,7 @@ One call of the whole model gives the order. When the stages are known, a rehear
 buffers whose values the code between layers needs there; layers do not run again for it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from weft.pipeline.balance import LayerCost, measured, undisturbed
 from weft.pipeline.forward_cut import CutLayer, ForwardCut, UncuttableError
 from weft.pipeline.forward_plan import Call, LayerResult, Root, layer_root, result_of
 from weft.pipeline.stage_forward import StageTrial
-from weft.pipeline.stage_params import slots_of
+from weft.pipeline.stage_params import restored_slots
 from weft.pipeline.transfers import AllHere
 from weft.pipeline.walk import walk
 
@@ -79,7 +78,10 @@ def recorded(cut: ForwardCut, inputs: Call, measure: bool = False) -> CallRecord
         UncuttableError: its code keeps a count of its calls.
     """
     run, before = CallRecording(measure), cut.numbers()
-    with undisturbed(cut.model), torch.no_grad(), _absent_for_meta(cut):
+    with undisturbed(cut.model), torch.no_grad(), restored_slots(cut.model) as slots:
+        for _, tensors, name, x in slots:
+            if x.is_meta:  # which could not meet inputs with values
+                tensors[name] = Absent(x.detach(), cut.device, {name})
         cut.forward(run, inputs)
     for (module, attribute), value in cut.numbers().items():
         old = before.get((module, attribute), getattr(type(module), attribute, value))
@@ -124,26 +126,9 @@ class _StageRehearsal(StageTrial):
 def rehearse(cut: ForwardCut, stages: int, inputs: Call, recording: CallRecording) -> None:
     """Note in the recording what each stage uses outside of layers."""
     names = {id(x): name for name, x in [*cut.model.named_parameters(), *cut.model.named_buffers()]}
-    before, weights = slots_of(cut.model), dict[str, tuple[torch.Tensor, list]]()
-    for _, tensors, own, x in before:
-        weights.setdefault(names[id(x)], (x, []))[1].append((tensors, own))
+    weights: dict[str, tuple[torch.Tensor, list]] = {}
     recording.uses = [set() for _ in range(stages)]
-    try:
-        with undisturbed(cut.model), torch.enable_grad():  # as in a step
-            walk(cut, lambda run: cut.forward(run, inputs), AllHere(), partial(_StageRehearsal, recording, weights))
-    finally:
-        for _, tensors, own, x in before:
-            tensors[own] = x
-
-
-@contextmanager
-def _absent_for_meta(cut: ForwardCut) -> Iterator[None]:
-    """Put absent tensors in the place of those on the meta device, which could not meet inputs with values."""
-    slots = [slot for slot in slots_of(cut.model) if slot[3].is_meta]
-    try:
-        for _, tensors, name, x in slots:
-            tensors[name] = Absent(x.detach(), cut.device, {name})
-        yield
-    finally:
-        for _, tensors, name, x in slots:
-            tensors[name] = x
+    with undisturbed(cut.model), restored_slots(cut.model) as slots, torch.enable_grad():  # as in a step
+        for _, tensors, own, x in slots:
+            weights.setdefault(names[id(x)], (x, []))[1].append((tensors, own))
+        walk(cut, lambda run: cut.forward(run, inputs), AllHere(), partial(_StageRehearsal, recording, weights))

@@ -1,6 +1,7 @@
 """The parameters and buffers of a model that a rank has, under the model's own names."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -21,6 +22,17 @@ def slots_of(model: nn.Module) -> list[tuple[nn.Module, dict, str, torch.Tensor]
         for name, x in tensors.items()
         if x is not None
     ]
+
+
+@contextmanager
+def restored_slots(model: nn.Module) -> Iterator[list[tuple[nn.Module, dict, str, torch.Tensor]]]:
+    """Yield `slots_of(model)`; afterwards each place has its tensor again."""
+    slots = slots_of(model)
+    try:
+        yield slots
+    finally:
+        for _, tensors, name, x in slots:
+            tensors[name] = x
 
 
 class HeldLayers(nn.Module):
