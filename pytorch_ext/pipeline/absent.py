@@ -124,9 +124,9 @@ def origins_in(tree) -> set[Origin]:
     return set().union(*(x.origins for x in absent_in(tree)))
 
 
-def like(x: torch.Tensor, origin: Origin) -> Absent:
-    """Return an absent tensor in the place of `x`."""
-    return Absent(torch.empty_like(x.detach(), device="meta"), x.device, {origin})
+def like(x: torch.Tensor, origin: Origin, device: torch.device | None = None) -> Absent:
+    """Return an absent tensor in the place of `x`, on its device or another."""
+    return Absent(torch.empty_like(x.detach(), device="meta"), device or x.device, {origin})
 
 
 _KNOWN: dict[tuple, tuple] = {}  # shape, strides and type of the results of functions that only compute one tensor

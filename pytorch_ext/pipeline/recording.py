@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from weft.pipeline.absent import Absent, blank
+from weft.pipeline.absent import Absent, blank, like
 from weft.pipeline.balance import LayerCost, measured, undisturbed
 from weft.pipeline.forward_cut import CutLayer, ForwardCut, UncuttableError
 from weft.pipeline.forward_plan import Call, LayerResult, Root, layer_root, result_of
@@ -81,7 +81,7 @@ def recorded(cut: ForwardCut, inputs: Call, measure: bool = False) -> CallRecord
     with undisturbed(cut.model), torch.no_grad(), restored_slots(cut.model) as slots:
         for _, tensors, name, x in slots:
             if x.is_meta:  # which could not meet inputs with values
-                tensors[name] = Absent(x.detach(), cut.device, {name})
+                tensors[name] = like(x, name, cut.device)
         cut.forward(run, inputs)
     for (module, attribute), value in cut.numbers().items():
         old = before.get((module, attribute), getattr(type(module), attribute, value))
@@ -110,7 +110,7 @@ class _StageRehearsal(StageTrial):
         for name, (x, places) in weights.items():
             value = x
             if id(x) not in self._uses:
-                value = Absent(torch.empty_like(x.detach(), device="meta"), self.cut.device, {name})
+                value = like(x, name, self.cut.device)
             elif x.is_meta:
                 value = torch.zeros((), dtype=x.dtype, device=self.cut.device).expand(x.shape)
             for tensors, own in places:

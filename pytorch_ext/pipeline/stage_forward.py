@@ -188,7 +188,7 @@ class StageForward:
         return parts[0] if result.is_tensor else tree_unflatten(parts, result.structure)
 
     def _absent(self, root: Root, made: Made) -> torch.Tensor:
-        x = Absent(torch.empty(made.shape, dtype=made.dtype, device="meta"), self.cut.device, {root})
+        x = Absent(made.empty("meta"), self.cut.device, {root})
         return x if made.shared is None else made.arrived(x, self.cut.shared)
 
     def _handed_out(self, root: Root, value: torch.Tensor) -> torch.Tensor:
