@@ -85,13 +85,13 @@ def _listed(parameters) -> list[torch.Tensor]:
         parameters = parameters.parameters()
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
     for parameter in listed:
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and piece_of(parameter) is None:
             raise TypeError(
                 "clip_grad_norm_: a parameter is a DTensor, as fully_shard makes them, and its other parts are not "
                 "summed here. torch.nn.utils.clip_grad_norm_ sums them, but not the parts of layers that "
-                "weft.parallelize has split; for a model with such layers use weft.DataParallel(shard_optimizer=True)"
+                "weft.parallelize has split; for a model with such layers use weft.parallelize(..., zero=3)"
             )
-        if piece_of(parameter) is not None or is_elsewhere(parameter.grad):
+        if (piece_of(parameter) is not None and not isinstance(parameter, DTensor)) or is_elsewhere(parameter.grad):
             raise ValueError(
                 "clip_grad_norm_: a parameter is a piece of a sharded optimizer, and another rank may have none: pass "
                 "the weft.DataParallel itself"

@@ -16,10 +16,11 @@ from weft.checkpoint.pretrained_files import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
 from weft.context_parallel.between_layers import refuse_adapters, share_between_layers
-from weft.context_parallel.region import share, sharing_in, sharing_of
+from weft.context_parallel.region import entry_of, share, sharing_in, sharing_of
 from weft.context_parallel.shared_sequence import Sharing
 from weft.data_parallel.batch_units import check_units
 from weft.data_parallel.data_parallel import DataParallel
+from weft.data_parallel.fully_sharded import ShardedParameters, zero_options
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.forward import ForwardChain
 from weft.invariant.exact_functions import with_same_bits
@@ -53,6 +54,7 @@ def parallelize(
     tune: bool = False,
     invariant: int | None = None,
     pipeline: Mapping | None = None,
+    zero: int | Mapping = 0,
 ) -> nn.Module:
     """Put a model on the whole mesh. Its arguments and outputs stay the same.
 
@@ -124,12 +126,18 @@ def parallelize(
             such mesh, one process included (docs/invariance.md). With a mesh that has "dp", of any size, as that of
             init_mesh, the batch is in units too, and the result is a DataParallel, or with `pipeline` a Pipeline. With
             context={"units": ...} the sequence is, and the mesh may have "cp".
+        zero: what the ranks of dp share of their equal models (Rajbhandari et al. 2020). 0: nothing. 1: the optimizer's
+            state; the result is a DataParallel with shard_optimizer, which makes the optimizer. 3: parameters,
+            gradients and state, by torch's FSDP2, block by block, and the ranks of cp share them too
+            (docs/data_parallel.md). The result is then the model itself, and its parameters are DTensors. A dict has
+            "stage": 3 and options of `torch.distributed.fsdp.fully_shard`: mp_policy, offload_policy,
+            reshard_after_forward.
         pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp: the result is a Pipeline,
             which has `step` and covers "dp" too.
 
     Returns:
         The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it, or a
-        Pipeline if `pipeline` is given. With dp, a DataParallel around the model or the LayerSplit, with
+        Pipeline if `pipeline` is given. With dp and no zero=3, a DataParallel around the model or the LayerSplit, with
         `invariant` for a dp of 1 too. `weft.explain` takes any of them.
 
     Raises:
@@ -149,9 +157,15 @@ def parallelize(
     """
     check_choice("parallelize: checks", checks, CHECKS)
     ranks = ranks_along(mesh, invariant is not None)
+    stage, sharding = zero_options(zero, ranks.sizes, invariant)
     if invariant is not None:
         _check_invariant(model, ranks, invariant, pipeline is not None)
     if pipeline is not None:
+        if stage:
+            raise ValueError(
+                f"parallelize: zero={stage} is not supported with pipeline: its stages reduce whole gradients, once a "
+                "step. Use zero=0, or torch.distributed.optim.ZeroRedundancyOptimizer for the optimizer's state"
+            )
         options: dict[str, Any] = {"plan": plan, "sequence_parallel": sequence_parallel, "context": context}
         options |= {"recompute": recompute, "strict": strict, "checks": checks, "tune": tune, "invariant": invariant}
         return _in_stages(model, mesh, ranks, pipeline, options)
@@ -179,7 +193,7 @@ def parallelize(
         _give_same_bits(model, invariant)
     cut = _cut(model, ranks, checks)
     plan_check.install(model, cut)
-    wrapped = cut if ranks.replicas is None else DataParallel(cut, group=ranks.replicas, invariant=invariant)
+    wrapped = _over_replicas(cut, mesh, ranks, stage, sharding, invariant)
     SameCalls({} if ranks.tp is None or split.by_parts else {ranks.tp: True}, checks).install(wrapped, cut)
     _tune_at_first_call(wrapped, tune)
     return _recorded(wrapped, cut, ranks, automatic, size)
@@ -332,6 +346,28 @@ def _cut(model: nn.Module, ranks: MeshRanks, checks: str) -> nn.Module:
     if hasattr(type(model), "save_pretrained") and of_parts:
         model.save_pretrained = partial(save_pretrained, model, model)  # type: ignore[assignment]
     return model
+
+
+def _over_replicas(
+    cut: nn.Module, mesh, ranks: MeshRanks, stage: int, sharding: Mapping[str, Any], invariant: int | None
+) -> nn.Module:
+    """Return the model for the ranks of dp: wrapped, or with its parameters sharded over them and those of cp."""
+    if stage != 3:
+        replicas = ranks.replicas
+        if replicas is None:
+            return cut
+        return DataParallel(cut, group=replicas, invariant=invariant, shard_optimizer=stage == 1)
+    shared = tuple(name for name in ("dp", "cp") if ranks.sizes.get(name, 1) > 1)
+    along = mesh if mesh.ndim == 1 else mesh[shared]
+    experts = None if ranks.experts is None else ranks.experts["replica_group"]
+    sharers = along._flatten("dp_cp") if along.ndim > 1 else along
+    ShardedParameters(cut, sharers, experts, ranks.sizes.get("dp", 1), sharding)
+    for module in cut.modules():
+        if (entry := entry_of(module)) is not None:
+            entry.learns = False  # later calls give out all parameters at once
+    if hasattr(type(cut), "save_pretrained") and without_peft(cut) is cut:
+        cut.save_pretrained = partial(save_pretrained, cut, cut)  # type: ignore[assignment]
+    return cut
 
 
 def _tune_at_first_call(model: nn.Module, tune: bool) -> None:

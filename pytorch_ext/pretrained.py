@@ -35,7 +35,8 @@ def from_pretrained(
     Args:
         path: a folder with config.json and safetensors, as `save_pretrained` writes it: model.safetensors, or
             model.safetensors.index.json and its files. The model may be one that torchao quantised (TorchAoConfig).
-        mesh: a mesh with tp, cp or both, or a group that splits the layers, as for weft.parallelize.
+        mesh: a mesh with tp, cp or both, or a group that splits the layers, as for weft.parallelize. With zero=3 among
+            the options it may have dp too: each rank then reads and holds its part of its part.
         dtype: type of the parameters. None is the config's, or else that of the stored tensors.
         device: where this rank's parts are.
         model_class: a class of transformers. None is the one that the config names, AutoModelForCausalLM's if none.
@@ -45,8 +46,8 @@ def from_pretrained(
     Raises:
         CheckpointError: the folder has no config.json, an index names a missing file, a file is torn, or tensors are
             missing, unknown or of another shape. The message names all of them.
-        ValueError: the stored weights are quantised, but not by torchao; the mesh has dp or pp; the config names no
-            class.
+        ValueError: the stored weights are quantised, but not by torchao; the mesh has pp, or dp without zero=3; the
+            config names no class.
         All of these are raised on every rank, before a weight is read.
         ImportError: transformers is older than 5.23, or torchao is missing for a model that it quantised.
 
@@ -60,7 +61,7 @@ def from_pretrained(
         torch.Size([32, 64])
     """
     need("weft.from_pretrained", "transformers", "5.23")
-    _check_mesh(mesh)
+    _check_mesh(mesh, options.get("zero", 0))
     folder, made = Path(path), []
 
     def build() -> None:
@@ -91,13 +92,14 @@ _RENAMED = (
 )
 
 
-def _check_mesh(mesh: Group) -> None:
+def _check_mesh(mesh: Group, zero: int | Mapping) -> None:
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
-    large = [f"{name}={mesh[name].size()}" for name in names if name in ("dp", "pp") and mesh[name].size() > 1]  # type: ignore[index]
+    wrapping = ("pp",) if zero == 3 or isinstance(zero, Mapping) else ("dp", "pp")
+    large = [f"{name}={mesh[name].size()}" for name in names if name in wrapping and mesh[name].size() > 1]  # type: ignore[index]
     if large:
         raise ValueError(
-            f"from_pretrained: the mesh has {', '.join(large)}; it takes tp and cp. Wrap the result: "
-            'weft.DataParallel(weft.from_pretrained(path, mesh["tp"]), group=mesh["dp"])'
+            f"from_pretrained: the mesh has {', '.join(large)}; it takes tp and cp, and dp with zero=3. Or wrap the "
+            'result: weft.DataParallel(weft.from_pretrained(path, mesh["tp"]), group=mesh["dp"])'
         )
 
 

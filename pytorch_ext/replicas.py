@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
@@ -25,6 +26,7 @@ from weft.forward import remove_hooks
 from weft.sharding.owners import owners_of
 from weft.sharding.quantized import values_of
 from weft.sharding.shard import shard_of, split_over
+from weft.sharding.sharded_grad import local
 
 CHECKS = ("first", "always", "off")
 _SAME_EXPERTS = "have the same experts"
@@ -70,7 +72,7 @@ def check_replicas(model: nn.Module) -> None:
 
     The check compares:
         over "tp": whole parameters and buffers, and rows that several ranks have;
-        over "cp": all parameters and buffers, except experts that these ranks split;
+        over "cp": all parameters and buffers, except experts that these ranks split, and sharded parameters;
         over "dp": all parameters (each rank may keep its own running means); of experts over "ep", those that two
             ranks have;
         over "pp": copies of tied parameters.
@@ -98,12 +100,16 @@ def check_replicas(model: nn.Module) -> None:
         compared.append((ranks, whole, "split the layers"))
     sharers = dict.fromkeys(sharing.ranks for sharing in sharing_in(model).values())
     for ranks in sharers:
-        shared = {name: x for name, x in tensors.items() if not split_over(x, ranks)}
+        shared = {name: x for name, x in tensors.items() if not split_over(x, ranks) and not isinstance(x, DTensor)}
         compared.append((ranks, shared, "share the sequence"))
     replicated = {name: x for name, x in parameters.items() if name not in apart}
     compared += [(ranks, replicated, "are replicas") for ranks in _replicas(model)]
     for ranks in dict.fromkeys(apart.values()):
-        of_ranks = {name: parameters[name] for name, others in apart.items() if others == ranks}
+        of_ranks = {
+            name: x
+            for name, others in apart.items()
+            if others == ranks and not isinstance(x := parameters[name], DTensor)
+        }
         compared.append((ranks, of_ranks, _SAME_EXPERTS))
     for ranks, alike, role in compared:
         difference = _difference(ranks, {name: sum_of_bits(x) for name, x in alike.items()})
@@ -118,9 +124,10 @@ def check_replicas(model: nn.Module) -> None:
         _compare_copies(
             ranks,
             {
-                (name, stretch): int(sum_of_bits(x.narrow(shard.dim, start, stop - start)))
+                (name, stretch): int(sum_of_bits(whole.narrow(shard.dim, start, stop - start)))
                 for name, x in parameters.items()
                 if (shard := shard_of(x)) is not None and shard.communicator == ranks and shard.replicated
+                for whole in [x.full_tensor() if isinstance(x, DTensor) else x]
                 for stretch, (start, stop) in shard.cut.places(ranks.rank).items()
             },
         )  # rows that several ranks have: KV heads, if these are fewer than ranks
@@ -206,7 +213,7 @@ def check_distinct(model: nn.Module) -> None:
 
 def _mark_of_varied(x: torch.Tensor) -> int | None:
     """Return the tensor's mark; None for one of at most two values (a constant, an identity), which ranks may share."""
-    x = values_of(x)
+    x = local(values_of(x))
     others = x[x != x.flatten()[0]] if x.numel() else x.flatten()
     return int(mark_of_bits(x)) if others.numel() and bool((others != others[0]).any()) else None
 

@@ -6,42 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shared_models import Mixture
 from torch import nn
 
 import weft
 from weft.mesh import expert_mesh
 from weft.nn import Experts, ParallelExperts
 from weft.testing.ranks import run_ranks
-
-HIDDEN, EXPERTS = 6, 5
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.router = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, EXPERTS)
-        self.experts = Experts(EXPERTS, HIDDEN, 4, bias=True)
-        self.shared = nn.Sequential(nn.Linear(HIDDEN, 8), nn.GELU(), nn.Linear(8, HIDDEN))
-
-    def forward(self, x):
-        x = self.norm(x)
-        weights, index = self.router(x).softmax(-1).topk(2, -1)
-        return x + self.experts(x, index, weights) + self.shared(x)
-
-
-class Mixture(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(11, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(HIDDEN, 11)
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def loss_of(model, tokens):

@@ -99,6 +99,34 @@ def test_a_rank_reads_and_holds_its_part_alone_one_tensor_at_a_time(tmp_path):
     run_ranks(check_memory, 2, tmp_path, sum(bytes_of), max(bytes_of))
 
 
+def check_sharded(rank, name, sizes, folder):
+    mesh = weft.init_mesh(**sizes, device_type="cpu")
+    with read_sizes() as read:
+        model = weft.from_pretrained(folder, mesh, zero=3)
+    world = sizes["dp"] * sizes.get("tp", 1)
+    whole = sum(x.nbytes for x in FAMILIES[name]().parameters())
+    assert sum(read) == sum(x.to_local().nbytes for x in model.parameters())
+    assert name != "Llama" or sum(read) < 1.1 * whole / world
+    expected = FAMILIES[name]()  # without dropout
+    tokens = TOKENS[mesh["dp"].get_local_rank() :][:1]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    expected(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, expected)]
+    assert torch.allclose(*(norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms), 1e-4)
+    model.save_pretrained(folder / "again")
+    if rank == 0:
+        state = type(expected).from_pretrained(folder / "again").state_dict()
+        assert all(torch.equal(x, state[key]) for key, x in FAMILIES[name]().state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("Llama", {"dp": 2, "tp": 2}), ("GPT2", {"dp": 2})], ids=["a part of a part", "tied weights"]
+)
+def test_with_zero_a_rank_reads_and_holds_its_part_of_its_part(name, sizes, tmp_path):
+    FAMILIES[name]().save_pretrained(tmp_path)
+    run_ranks(check_sharded, sizes["dp"] * sizes.get("tp", 1), name, sizes, tmp_path)
+
+
 def refused(kind, message, *args, **options):
     with pytest.raises(kind, match=message):
         weft.from_pretrained(*args, **options)
@@ -115,7 +143,12 @@ def check_mistakes(rank, folder):
         weft.CheckpointError, "experts.down_proj is not stored(.|\n)*save_original_format=False", folder / "renamed"
     )
     refused(ValueError, "are quantised .bitsandbytes.", folder / "quantised")
-    refused(ValueError, "the mesh has dp=2; it takes tp", folder / "whole", weft.init_mesh(dp=2, device_type="cpu"))
+    refused(
+        ValueError,
+        "the mesh has dp=2; it takes tp and cp, and dp with zero=3",
+        folder / "whole",
+        weft.init_mesh(dp=2, device_type="cpu"),
+    )
 
 
 def test_folders_that_cannot_be_read_are_refused_on_every_rank(tmp_path):

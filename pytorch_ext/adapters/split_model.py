@@ -32,7 +32,8 @@ class SplitModel(TrainerCallback):
             raise TypeError(
                 f"weft.adapters.trainer: {type(model).__name__} has no save_pretrained, and Trainer.save_model would "
                 "write a rank's shards: derive the model from transformers.PreTrainedModel, or write a loop of your "
-                'own. On a mesh with dp, give Trainer weft.parallelize(model, mesh["cp", "tp"]), not wrapped'
+                'own. On a mesh with dp, give Trainer weft.parallelize(model, mesh["cp", "tp"]), not wrapped, or one '
+                "with zero=3"
             )
         if not has_adapters(model):  # adapters/peft.py saves those
             held = model if self.pipeline is None else self.pipeline

@@ -24,7 +24,7 @@ _SHARDING = "would shard what is split already: call Trainer without it"
 # Options of TrainingArguments that do not work with shards: the value that is possible, and the way out of others.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "push_to_hub": (False, "has not been tried: upload the folder that is saved"),
-    "fsdp": (None, _SHARDING),
+    "fsdp": (None, 'is weft.parallelize(model, mesh["dp", "cp", "tp"], zero=3) here: call Trainer without it'),
     "deepspeed": (None, _SHARDING),
     "parallelism_config": (None, _SHARDING),
     "use_liger_kernel": (False, "would compute with this rank's shards as if they were whole: call Trainer without it"),
@@ -37,7 +37,7 @@ def settings(
 ) -> dict[str, Any]:
     """Return the arguments of a Trainer except its model and data: `args` and `callbacks`.
 
-        model = weft.parallelize(model, mesh["cp", "tp"])
+        model = weft.parallelize(model, mesh["cp", "tp"])  # or with zero=3, on a mesh with dp
         trainer = Trainer(model, train_dataset=data, **settings(mesh, output_dir="out", max_steps=1000))
         trainer.train(resume_from_checkpoint=True)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 
 from weft.adapters.split_model import has_adapters, mark_of
@@ -152,7 +153,7 @@ def _replicas_of(trainer: Any) -> Communicator | None:
 
 def _wrap(plain: Callable, trainer: Any, model: nn.Module, training: bool = True, dataloader=None) -> nn.Module:
     replicas = _replicas_of(trainer) if _pipeline_of(trainer) is None else None  # a pipeline adds up its own gradients
-    if replicas is None or not training or isinstance(model, DataParallel):
+    if replicas is None or not training or isinstance(model, DataParallel | FSDPModule):
         return model if isinstance(model, DataParallel) else plain(model, training, dataloader)
     unused = "zero" if trainer.args.ddp_find_unused_parameters else "error"
     return DataParallel(
@@ -172,17 +173,19 @@ def _train_on_part(plain: Callable, trainer: Any, model, inputs, num_items_in_ba
     # The model then returns a sum divided by the items of all ranks, and otherwise a mean over its own.
     is_sum = num_items_in_batch is not None and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
     part, weight = part_of_batch(inputs, replicas.rank, replicas.world_size, is_sum)
+    sharded = isinstance(model, FSDPModule)  # by parallelize(..., zero=3): gradients are averaged, after each backward
+    weight *= replicas.world_size if sharded else 1
     compute_loss = trainer.compute_loss
     trainer.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs) * weight
     try:
         with (
             own_random_numbers(replicas, trainer.args.device),
-            nullcontext() if trainer.accelerator.sync_gradients else model.no_sync(),
+            nullcontext() if sharded or trainer.accelerator.sync_gradients else model.no_sync(),
         ):
             loss = plain(model, part, num_items_in_batch)
     finally:
         del trainer.compute_loss
-    return replicas.all_reduce_(loss.clone())
+    return replicas.all_reduce_(loss / replicas.world_size if sharded else loss.clone())
 
 
 def _evaluate(plain: Callable, trainer: Any, model, inputs, prediction_loss_only, ignore_keys=None):

@@ -8,6 +8,7 @@ import torch
 
 from weft.data_parallel.sharded_optimizer import Piece
 from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import local
 
 Extent = tuple[int, ...]
 
@@ -36,28 +37,29 @@ def parts_of(
     """Return the parts of the unsplit parameter that a tensor covers.
 
     Args:
-        tensor: the parameter itself, or a tensor of its shape (optimizer state, for example). Flat if there is a piece.
+        tensor: the parameter itself, or a tensor of its shape (optimizer state, for example). If there is a piece, its
+            elements in the order of memory, or a DTensor of them.
         parameter: this rank's parameter, a shard or whole.
         piece: stretch of the parameter that the flat tensor covers. None if the tensor covers all of it.
         counted: leave out parts that an earlier rank has too. This applies to pieces only, because their cuts differ
             between ranks. Replicas of whole tensors are the same parts on all ranks.
     """
-    local = [TensorPart((0,) * parameter.dim(), tensor)] if piece is None else _parts_of_piece(tensor, parameter, piece)
+    here = [TensorPart((0,) * parameter.dim(), tensor)] if piece is None else _parts_of_piece(tensor, parameter, piece)
     shard = shard_of(parameter)
     if shard is None:
-        return local
+        return here
     rank = shard.communicator.rank
     for dim, cut in shard.cuts:
         places = cut.places(rank)
         if counted and piece is not None and shard.replicated:
             places = {whole: place for whole, place in places.items() if cut.owner[whole] == rank}
-        local = [
+        here = [
             moved
-            for part in local
+            for part in here
             for (begin, _), (start, stop) in places.items()
             if (moved := _moved(part, dim, start, stop, begin)) is not None
         ]
-    return local
+    return here
 
 
 def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece) -> list[TensorPart]:
@@ -66,7 +68,7 @@ def _parts_of_piece(tensor: torch.Tensor, parameter: torch.Tensor, piece: Piece)
     strides = torch.empty_like(parameter, device="meta").stride()
     order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(parameter.dim())]
-    parts, begin = [], 0
+    tensor, parts, begin = local(tensor).view(-1), [], 0
     for offset, size in boxes_of_stretch([parameter.size(dim) for dim in order], piece.start, piece.stop):
         view = tensor[begin : begin + prod(size)].view(size).permute(back)
         parts.append(TensorPart(tuple(offset[dim] for dim in back), view))

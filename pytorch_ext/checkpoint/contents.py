@@ -85,12 +85,13 @@ def plain(model: nn.Module) -> nn.Module:
             return model
 
 
-def of_model(model: nn.Module, stored: Mapping[str, StoredTensor] | None = None) -> Tensors:
+def of_model(model: nn.Module, stored: Mapping[str, StoredTensor] | None = None, *, counted: bool = False) -> Tensors:
     """Return the model's tensors; raise TypeError or ValueError for one that cannot be stored.
 
     Args:
         model: the model, or a wrapper of it.
         stored: the stored tensors, which tell how many columns have one scale in the whole of a quantised weight.
+        counted: as in `parts_of`, to save them.
     """
     parameters = {id(parameter) for parameter in model.parameters()}
     reached = parameters | {id(buffer) for buffer in model.buffers()}
@@ -100,7 +101,7 @@ def of_model(model: nn.Module, stored: Mapping[str, StoredTensor] | None = None)
     for name, tensor in plain(model).state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} of the state_dict is {type(tensor).__name__}, not a tensor: store it in `extras`")
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) and piece_of(tensor) is None:
             raise TypeError(f"{name} is a DTensor: store such models with torch.distributed.checkpoint")
         if id(tensor) not in reached:
             raise TypeError(
@@ -123,9 +124,9 @@ def of_model(model: nn.Module, stored: Mapping[str, StoredTensor] | None = None)
         if is_quantized(tensor):
             held |= {numbers.names[0]: numbers for numbers in _in_quantized(known, tensor, stored or {})}
         else:
-            parts = tuple(parts_of(tensor, tensor))
+            parts = tuple(parts_of(tensor, _base(tensor), piece_of(tensor), counted=counted))
             held[known[0]] = HeldTensor(known, whole_shape(tensor), tensor.dtype, parts, key not in parameters)
-    return Tensors(held, {key: known[0] for key, known in names.items()})
+    return Tensors(held, {id(_base(tensor)): names[key][0] for key, tensor in tensors.items()})
 
 
 def _in_quantized(
@@ -209,7 +210,7 @@ def of_training(
     """
     if weights:
         refuse_quantized(model)
-    tensors, states, training = of_model(model), list[State](), dict[str, HeldTensor]()
+    tensors, states, training = of_model(model, counted=True), list[State](), dict[str, HeldTensor]()
     for number, single in enumerate(optimizers_in(optimizer)):
         state, of_state = of_optimizer(number, single, tensors.name_of)
         states.append(state)
@@ -221,6 +222,10 @@ def _base(parameter: torch.Tensor) -> torch.Tensor:
     """Return the model's parameter of an optimizer's parameter, which may be a piece of it."""
     piece = piece_of(parameter)
     return parameter if piece is None else piece.parameter
+
+
+def _trains(parameter: torch.Tensor) -> bool:
+    return (parameter if isinstance(parameter, DTensor) else _base(parameter)).requires_grad
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
@@ -301,7 +306,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], stored: Sequence[dict], na
         if len(groups) != len(state["groups"]):
             raise CheckpointError(f"{kind} has {len(groups)} parameter groups, the stored one {len(state['groups'])}")
         for number, (group, known) in enumerate(zip(groups, state["groups"], strict=True)):
-            trained = {name for name, parameter in _named(group["params"], name_of) if _base(parameter).requires_grad}
+            trained = {name for name, parameter in _named(group["params"], name_of) if _trains(parameter)}
             more = sorted(trained - set(known["params"]))  # a sharded optimizer has no frozen parameters
             if more:
                 raise CheckpointError(f"{', '.join(more)} of group {number} of {kind} is not of the stored group")

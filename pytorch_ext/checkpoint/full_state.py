@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.checkpoint.contents import refuse_quantized
 from weft.comm.communicator import Communicator
@@ -44,8 +45,9 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
     stages = {owners.ranks: None for owners in map(owners_of, tensors.values()) if owners is not None}
     whole = OrderedDict()
     for name, tensor in tensors.items():
-        shard = shard_of(tensor)
-        gathered = tensor.detach() if shard is None else shard.gather(tensor.detach())
+        shard, here = shard_of(tensor), tensor.detach()
+        here = here.full_tensor() if isinstance(here, DTensor) else here
+        gathered = here if shard is None else shard.gather(here)
         whole[name] = gathered.clone() if device is None else gathered.to(device, copy=True)
     for ranks in stages:
         whole = _of_all_stages(whole, ranks)

@@ -13,9 +13,12 @@ from weft.checkpoint.full_state import full_state_dict
 from weft.checkpoint.on_all_ranks import ranks_of, together
 from weft.comm.purpose import calls_for
 from weft.comm.registry import Group
+from weft.data_parallel.sharded_optimizer import piece_of
+from weft.metadata import set_metadata
 from weft.sharding.part_of_state import is_part
 from weft.sharding.quantized import is_quantized, with_numbers
 from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import watch_gradient
 
 
 def load_safetensors(
@@ -128,13 +131,16 @@ def _hold(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _with_memory(tensor: torch.Tensor, device) -> torch.Tensor:
-    """Return a tensor on `device` with the shape and the shard mark of a tensor on the meta device."""
+    """Return a tensor on `device` with the shape and the marks of a tensor on the meta device."""
     if is_quantized(tensor):
         made = with_numbers(tensor, lambda numbers: torch.empty_like(numbers, device=device))
     else:
         made = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if (piece := piece_of(tensor)) is not None:
+        set_metadata(made, "piece", piece)
+        watch_gradient(made)
     shard = shard_of(tensor)
     return made if shard is None else shard.mark(made)
 

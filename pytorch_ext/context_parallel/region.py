@@ -44,6 +44,7 @@ from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 from weft.rng import random_numbers_of
 from weft.sharding.quantized import is_quantized, numbers_in
 from weft.sharding.shard import split_over
+from weft.sharding.sharded_grad import local
 
 _OPTIONS = {
     "method": METHODS,
@@ -145,6 +146,7 @@ class RegionEntry:
 
     Attributes:
         given: the agreement for each call, if the caller has agreed and set the seeds.
+        learns: later calls leave out what the first of their kind has shown.
     """
 
     def __init__(self, sharing: Sharing):
@@ -153,6 +155,7 @@ class RegionEntry:
         self.under_way: list[_SharedForward] = []
         self.kinds: Kinds | None = None
         self.left = FIRST_CALLS  # the first one of each kind is compared besides
+        self.learns = sharing.checks != "always"
 
     def __deepcopy__(self, memo):
         return RegionEntry(self.sharing)
@@ -168,9 +171,8 @@ class RegionEntry:
         if self.given is not None:
             forward.frame.enter_context(followed(module))
             return self.given.enter((args, kwargs))
-        always = self.sharing.checks == "always"
         with torch._C.DisableTorchFunction():
-            key, kind, seed = (None, None, 0) if always else self._agreed_kind(module, args, kwargs)
+            key, kind, seed = self._agreed_kind(module, args, kwargs) if self.learns else (None, None, 0)
             call = agreed(type(module).__name__, self.sharing, (args, kwargs)) if kind is None else kind.call
         if any(part.training for part in module.modules()) if kind is None else kind.trains:
             forward.frame.enter_context(random_numbers_of(call.seed if kind is None else seed, call.device))
@@ -352,7 +354,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     if is_quantized(x):
         return torch.cat([_bits(numbers).flatten().long() for _, numbers in numbers_in(x)])
     numbers = torch.view_as_real(x) if x.is_complex() else x
-    return numbers.detach().contiguous().view(_INTEGERS[numbers.element_size()])
+    return local(numbers.detach()).contiguous().view(_INTEGERS[numbers.element_size()])
 
 
 # A class derived from these with a forward of its own may draw.

@@ -15,7 +15,7 @@ from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot, ranks_that_reduce
 from weft.data_parallel.comm_hooks import ByHook, Hook
 from weft.data_parallel.grad_norm import mark_invariant
-from weft.data_parallel.module_state import OfWrapper, Trained, broadcast, broadcast_buffers
+from weft.data_parallel.module_state import OfWrapper, Trained, broadcast_buffers, broadcast_first
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.sharded_optimizer import Shards
 from weft.data_parallel.wrap_checks import check_wrap, mark_wrapped
@@ -118,7 +118,7 @@ class DataParallel(nn.Module):
         self._broadcasts = broadcast_buffers
         self._trained = Trained(module)
         mark_wrapped(module, self)
-        self._broadcast_first()
+        broadcast_first(module, self.ranks)
 
         bucket_bytes = max(1, int(bucket_mb * _MIB))
         self._shards = self._batch = None
@@ -377,14 +377,6 @@ class DataParallel(nn.Module):
                 "gradients travel"
             )
         self.reducer.transport = ByHook(self.ranks, None, self.ranks.world_size, False, state, hook)
-
-    def _broadcast_first(self) -> None:
-        """Copy the first rank's parameters and buffers to every rank; those of experts to the ranks that have them."""
-        of_ranks: dict[Communicator, list[torch.Tensor]] = {self.ranks: list(self.module.buffers())}
-        for parameter in self.module.parameters():
-            of_ranks.setdefault(ranks_that_reduce(parameter, self.ranks), []).append(parameter)
-        for ranks, tensors in of_ranks.items():
-            broadcast(tensors, ranks)
 
     def _has_experts_apart(self) -> bool:
         return any(ranks_that_reduce(parameter, self.ranks) != self.ranks for parameter in self.module.parameters())

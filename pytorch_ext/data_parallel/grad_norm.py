@@ -8,7 +8,6 @@ import torch
 from weft.comm.communicator import Communicator
 from weft.metadata import metadata, set_metadata
 from weft.sharding.owners import owners_of
-from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import is_elsewhere, local, over_ranks, place_for
 
 _BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
@@ -50,8 +49,8 @@ def norm_of(parameters: Sequence[torch.Tensor], norm_type: float, stages: Commun
     device = parameters[0].device if parameters else torch.device("cpu")
     together: dict[tuple[Communicator, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
-        shard, owners, gradient = shard_of(parameter), owners_of(parameter), gradient_of(parameter)
-        same = together.setdefault(() if shard is None else (shard.communicator,), [])  # also without a gradient
+        owners, gradient = owners_of(parameter), gradient_of(parameter)
+        same = together.setdefault(place_for(parameter).ranks, [])  # also without a gradient
         if gradient is not None and (owners is None or owners.counted_here):
             same.append(counted(parameter, gradient))
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from weft.comm.communicator import Communicator
+from weft.data_parallel.buckets import ranks_that_reduce
 from weft.forward.members import Members
 
 
@@ -33,6 +34,18 @@ def broadcast(tensors: Iterable[torch.Tensor], ranks: Communicator) -> None:
         parts = flat.split([tensor.numel() for tensor in together])
         for tensor, part in zip(together, parts, strict=True) if ranks.rank else ():
             tensor.copy_(part.view(tensor.shape))
+
+
+def broadcast_first(module: nn.Module, ranks: Communicator) -> None:
+    """Copy the first rank's parameters and buffers to every rank; those of experts to the ranks that have them.
+
+    Tensors on the meta device have no values to copy.
+    """
+    of_ranks: dict[Communicator, list[torch.Tensor]] = {ranks: list(module.buffers())}
+    for parameter in module.parameters():
+        of_ranks.setdefault(ranks_that_reduce(parameter, ranks), []).append(parameter)
+    for those, tensors in of_ranks.items():
+        broadcast((x for x in tensors if not x.is_meta), those)
 
 
 def broadcast_buffers(module: nn.Module, ranks: Communicator) -> None:

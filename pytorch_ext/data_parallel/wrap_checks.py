@@ -27,12 +27,21 @@ def check_wrap(module: nn.Module, ranks: Communicator, options: dict) -> torch.d
         CollectiveMismatchError: as documented at DataParallel.
     """
     _check_options(options)
-    obstacle = _obstacle(module, ranks)
+    check_same(module, ranks, options)
+    return next(x.device for x in module.parameters() if x.requires_grad)
+
+
+def check_same(module: nn.Module, ranks: Communicator, options: dict, obstacle: str = "") -> None:
+    """Check that the module can be wrapped, and that all ranks wrap the same one. A collective call.
+
+    Args:
+        obstacle: another reason why it cannot be wrapped; "" if there is none.
+    """
+    obstacle = _obstacle(module, ranks) or obstacle
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     others = {name: tensor for name, tensor in tensors if name not in trained}
     check_same_module(ranks, obstacle, trained, others, options)
-    return next(iter(trained.values())).device
 
 
 def mark_wrapped(module: nn.Module, wrapper: nn.Module) -> None:

@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from weft.forward.running import followed
+from weft.invariant.exact_functions import draws_of_units
 from weft.pipeline.absent import Absent, AbsentValueError
 from weft.pipeline.forward_cut import ForwardCut
 from weft.pipeline.forward_plan import Call, ForwardPlan
 from weft.pipeline.recording import CallRecording
 from weft.pipeline.stage_forward import StageForward
 from weft.pipeline.stage_params import HeldLayers, slots_of
-from weft.invariant.exact_functions import draws_of_units
 
 _PRIME = 1_000_003  # keeps the seeds of micro-batches apart
 _APART = 7_368_787  # and those of stages, where the code between layers draws nothing

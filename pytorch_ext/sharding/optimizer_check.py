@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from weft.metadata import metadata
 from weft.sharding import sharded_grad
 from weft.sharding.owners import owners_of
-from weft.sharding.ruled_tensor import RuledTensor
+from weft.sharding.ruled_tensor import RuledDTensor, RuledTensor, in_dtensor
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import GradientPlace, is_elsewhere, place_for
 
@@ -83,10 +85,10 @@ def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
     if is_elementwise(type(optimizer)) and not hooks:
         found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = [
-            (x, gradient, gradient.as_subclass(torch.Tensor))
+            (x, gradient, gradient.as_subclass(torch.Tensor) if type(gradient) is RuledTensor else in_dtensor(gradient))
             for group in groups
             for x in group["params"]
-            if type(gradient := x.grad) is RuledTensor and type(gradient.rule) is GradientPlace
+            if type(gradient := x.grad) in (RuledTensor, RuledDTensor) and type(gradient.rule) is GradientPlace
         ]
         if found and not _marks_again(optimizer):
             return  # from its next step on
@@ -159,7 +161,7 @@ def _check_kind(optimizer: Optimizer, group: dict) -> None:
     around = any(isinstance(inner, Optimizer) for inner in vars(optimizer).values())  # inner ones are checked too
     if known or around or is_elementwise(kind):
         return
-    if any(shard_of(parameter) is not None for parameter in group["params"]):
+    if any(shard_of(x) is not None or (isinstance(x, DTensor) and metadata(x, "piece")) for x in group["params"]):
         problem = "update each element by itself, and this rank has parts of parameters"
     elif any(map(owners_of, group["params"])) and not _steps_as(kind, _EACH_BY_ITSELF):  # type: ignore[arg-type]
         problem = "step each parameter by itself, and this rank has some of the model's"

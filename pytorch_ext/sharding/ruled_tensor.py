@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class TensorRule:
@@ -62,16 +63,33 @@ class RuledTensor(torch.Tensor):
         return ruled(plain(self).clone(), self.rule)
 
 
+class RuledDTensor(DTensor):
+    """DTensor with a rule: the gradient of a parameter that FSDP2 shards. FSDP2 adds to its memory."""
+
+    rule: Any
+    __torch_function__: Any = classmethod(RuledTensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+
 def ruled(x: torch.Tensor, rule: Any) -> RuledTensor:
     """Return a tensor on the memory of x, with a rule."""
-    made = x.as_subclass(RuledTensor)
+    if isinstance(x, DTensor):
+        made: Any = RuledDTensor(x._local_tensor, x._spec, requires_grad=False)
+    else:
+        made = x.as_subclass(RuledTensor)
     made.rule = rule
     return made
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor on the memory of x."""
+    """Return a plain tensor on the memory of x, of this rank's part if x is a DTensor."""
+    if isinstance(x, DTensor):
+        return x._local_tensor
     return x.as_subclass(torch.Tensor)
+
+
+def in_dtensor(x: Any) -> DTensor:
+    """Return a DTensor without its rule."""
+    return DTensor(x._local_tensor, x._spec, requires_grad=False)
 
 
 def unruled(function, arguments: Sequence, options: dict) -> Any:
@@ -82,14 +100,14 @@ def unruled(function, arguments: Sequence, options: dict) -> Any:
 
 def rule_of(x: Any, kind: type) -> Any:
     """Return the rule of x if it is of this kind; None for other tensors and values."""
-    return x.rule if type(x) is RuledTensor and type(x.rule) is kind else None
+    return x.rule if type(x) in (RuledTensor, RuledDTensor) and type(x.rule) is kind else None
 
 
 def _first_in(tree) -> RuledTensor:
     waiting = [tree]
     while waiting:
         part = waiting.pop()
-        if type(part) is RuledTensor:
+        if type(part) in (RuledTensor, RuledDTensor):
             return part
         if isinstance(part, list | tuple):
             waiting += reversed(part)

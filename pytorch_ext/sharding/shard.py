@@ -118,10 +118,10 @@ class Shard:
             shape[dim] = cut.sizes[rank]
         return tuple(shape)
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the whole tensor: a view if the part is one stretch, else a copy."""
+    def take(self, whole: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Return a rank's part of the whole tensor, this one's by default: a view if it is one stretch, else a copy."""
         for dim, cut in self.cuts:
-            whole = pick(whole, dim, cut.stretches[self.communicator.rank])
+            whole = pick(whole, dim, cut.stretches[self.communicator.rank if rank is None else rank])
         return whole
 
     def counted(self, part: torch.Tensor) -> torch.Tensor:
@@ -136,15 +136,16 @@ class Shard:
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor from each rank's part. A collective call."""
         if self.across is not None:
-            return self._gather_boxes(local(part))
+            numbers = [prod(self.shape_of(rank)) for rank in range(self.communicator.world_size)]
+            flat = self.communicator.all_gather(local(part).reshape(-1), 0, numbers)
+            return self.join(flat.split(numbers))
         parts = self.communicator.all_gather(local(part), self.dim, self.sizes)
         return in_order_of_the_whole(parts, self.dim, self.cut)
 
-    def _gather_boxes(self, part: torch.Tensor) -> torch.Tensor:
-        numbers = [prod(self.shape_of(rank)) for rank in range(self.communicator.world_size)]
-        flat = self.communicator.all_gather(part.reshape(-1), 0, numbers)
-        whole = flat.new_empty(self.global_shape)
-        for rank, of_rank in enumerate(flat.split(numbers)):
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the whole tensor from the elements of each rank's part, in rank order."""
+        whole = parts[0].new_empty(self.global_shape)
+        for rank, of_rank in enumerate(parts):
             places = [[(dim, place) for place in cut.places(rank).items()] for dim, cut in self.cuts]
             for box in product(*places):
                 target, source = whole, of_rank.view(self.shape_of(rank))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from weft.comm.communicator import Communicator
@@ -60,8 +61,10 @@ def watch_gradient(parameter: torch.Tensor) -> None:
 def mark_gradient(parameter: torch.Tensor) -> None:
     """Give `.grad` its place. This is the hook that runs when backward has accumulated into `.grad`."""
     gradient = parameter.grad
-    if type(gradient) is torch.Tensor:
+    if type(gradient) is torch.Tensor or type(gradient) is DTensor:
         parameter.grad = gradient_like(parameter, gradient)
+    if isinstance(gradient, DTensor):  # FSDP2 calls the hook when it has reduced the gradient, at the end of all
+        return
     task = torch._C._current_graph_task_id()
     if task not in _marked:
         for ended in list(_marked)[:-8]:  # by an error
@@ -84,6 +87,8 @@ def gradient_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tens
     place = marks.get("place") or place_for(parameter)
     if place is WHOLE or gradient.layout is not torch.strided:
         return gradient
+    if type(gradient) is not torch.Tensor:
+        return ruled(gradient, place)
     made = gradient.as_subclass(RuledTensor)
     made.rule = place
     return made
@@ -155,11 +160,11 @@ class GradientPlace(TensorRule):
         if self.piece is None:
             return self.shard.counted(gradient)
         base = self.piece.parameter
-        owned = torch.zeros_like(base, dtype=torch.bool)
+        owned = torch.zeros_like(base, dtype=torch.bool, device=gradient.device)
         for start, stop in self.shard.cut.owned(self.shard.communicator.rank):
             owned.narrow(self.shard.dim, start, stop - start).fill_(True)
         in_memory = owned.as_strided((owned.numel(),), (1,))
-        return gradient[in_memory[self.piece.start : self.piece.stop]]
+        return gradient.reshape(-1)[in_memory[self.piece.start : self.piece.stop]]
 
 
 WHOLE = GradientPlace(None, None, None)
@@ -185,7 +190,7 @@ def place_of(gradient: torch.Tensor) -> GradientPlace:
 
 def local(gradient: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a plain tensor on the gradient's memory."""
-    return plain(gradient) if rule_of(gradient, GradientPlace) else gradient
+    return plain(gradient) if rule_of(gradient, GradientPlace) or isinstance(gradient, DTensor) else gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +222,7 @@ def is_elsewhere(gradient: torch.Tensor | None) -> bool:
 def _marked_again(result: Any, arguments: Sequence) -> Any:
     """Mark the result of an elementwise function with the place of its argument."""
     first = next((x for x in arguments if rule_of(x, GradientPlace)), None)
-    if first is not None and type(result) is torch.Tensor and result.numel() == first.numel():
+    if first is not None and type(result) in (torch.Tensor, DTensor) and result.numel() == first.numel():
         return ruled(result, first.rule)
     if arguments and isinstance(arguments[0], list | tuple) and isinstance(result, list | tuple):
         pairs = zip(result, arguments[0], strict=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from weft.comm.purpose import calls_for
@@ -209,7 +210,7 @@ def verify(
                 result = gradient_of(piece)
                 expected = [_in_memory(gradient, parameter)[at.start : at.stop] for gradient in expected]
             exactly, *in_type = expected
-            result = torch.zeros_like(in_type[0]) if result is None else result
+            result = torch.zeros_like(in_type[0]) if result is None else result.view(exactly.shape)
             found.append(_difference(f"gradient of {name}", result, in_type, exactly, scale))
             seen.add(plain_name)
         return found, seen
@@ -327,14 +328,18 @@ def _zero_gradients(model: nn.Module, trained: list[nn.Parameter]) -> None:
 
 
 def _pieces(model: nn.Module) -> dict[int, tuple[nn.Parameter, Piece]]:
-    """Return the piece of each parameter that this rank's sharded optimizer steps, by the parameter's id."""
+    """Return this rank's piece of each parameter that dp shares, or whose optimizer it shares, by its id."""
     wrappers = [module for module in model.modules() if isinstance(module, DataParallel)]
     pieces = [piece for wrapper in wrappers for piece in wrapper.pieces()]
-    return {id(at.parameter): (piece, at) for piece in pieces if (at := piece_of(piece)) is not None}
+    sharded = [x for x in model.parameters() if isinstance(x, DTensor)]
+    found = {id(at.parameter): (piece, at) for piece in pieces if (at := piece_of(piece)) is not None}
+    return found | {id(x): (x, at) for x in sharded if (at := piece_of(x)) is not None}
 
 
 def _in_memory(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the gradient's elements in the memory order of the parameter."""
+    if isinstance(parameter, DTensor):
+        return gradient.reshape(-1)
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient).as_strided((gradient.numel(),), (1,))
 
 

@@ -373,8 +373,10 @@ def takes_mesh(rank):
     from weft.adapters.accelerate import mesh_of
 
     theirs = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
-    with pytest.raises(ValueError, match="dp_shard_size=2: weft.parallelize does not shard parameters"):
+    with pytest.raises(ValueError, match="dp_shard_size=2: pass zero=3"):
         mesh_of(theirs, "cpu")
+    with pytest.raises(ValueError, match="pass dp_replicate_size=1"):
+        mesh_of(theirs, zero=3)
     mesh = mesh_of(theirs, replicate_shards=True)
     assert mesh.mesh_dim_names == ("dp", "tp") and mesh.shape == (4, 2)
     assert mesh["tp"].get_group() is theirs.device_mesh["tp"].get_group()
@@ -389,6 +391,11 @@ def takes_mesh(rank):
         shard = weft.shard_of(parameter)
         whole = expected.grad if shard is None else shard.take(expected.grad)
         torch.testing.assert_close(parameter.grad, whole, rtol=1e-11, atol=1e-12)
+    mesh = mesh_of(ParallelismConfig(dp_shard_size=4, tp_size=2), "cpu", zero=3)
+    model = weft.parallelize(copy.deepcopy(plain).requires_grad_(), mesh, plan={"0": "column", "2": "row"}, zero=3)
+    model(x.chunk(4)[rank // 2]).square().mean().backward()
+    norms = [nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, plain)]
+    torch.testing.assert_close(*norms, rtol=1e-11, atol=1e-12)
     for sizes, names in (({"tp_size": 8}, ("tp",)), ({"cp_size": 4, "tp_size": 2}, ("cp", "tp"))):
         assert mesh_of(ParallelismConfig(**sizes), "cpu").mesh_dim_names == names
     assert mesh_of(ParallelismConfig(dp_replicate_size=8), "cpu").mesh_dim_names == ("dp",)

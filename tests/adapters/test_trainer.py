@@ -106,7 +106,8 @@ def split_trainer(folder, sizes, model=None, **options):
 
     warnings.simplefilter("ignore")
     mesh = weft.init_mesh(**sizes, device_type="cpu")
-    split = weft.parallelize(model_of(**(model or {})), mesh["cp", "tp"])
+    zero = options.pop("zero", 0)
+    split = weft.parallelize(model_of(**(model or {})), mesh if zero else mesh["cp", "tp"], zero=zero)
     given = settings(mesh, **options_of(folder, **options))
     return transformers.Trainer(split, train_dataset=Sentences(), eval_dataset=Sentences(), **given)
 
@@ -123,6 +124,20 @@ def staged_trainer(folder, sizes, **options):
     pipe = weft.Pipeline(model, mesh, microbatches=2, reduction="sum", example=example)
     given = settings(mesh, pipeline=pipe, **options_of(folder, **{**IN_HALVES, **options}))
     return transformers.Trainer(model, train_dataset=Sentences(), eval_dataset=Sentences(), **given)
+
+
+def check_sharded_loop(rank, folder, sizes, expected):
+    trainer = split_trainer(folder / "sharded", sizes, zero=3)
+    assert history_of(trainer) == pytest.approx(expected, **CLOSE)
+    resumed = split_trainer(folder / "resumed", {"dp": 4}, zero=3)
+    again = history_of(resumed, resume_from_checkpoint=checkpoint_in(folder / "sharded"))
+    assert again == pytest.approx(expected, **CLOSE)
+
+
+@pytest.mark.slow("pytorch_ext/adapters", "pytorch_ext/checkpoint", "data_parallel")
+def test_a_run_with_sharded_parameters_goes_on_as_the_plain_trainer(tmp_path):
+    expected = run_ranks(trains_plainly, 1, tmp_path / "plain", {}, backend=None)[0]
+    run_ranks(check_sharded_loop, 4, tmp_path, {"dp": 2, "tp": 2}, expected, timeout_s=300)
 
 
 def checkpoint_in(folder, step=EVERY):

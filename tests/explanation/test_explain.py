@@ -324,3 +324,17 @@ def test_a_configuration_is_explained_on_the_command_line(tmp_path, capsys):
 
 def test_what_an_automatic_plan_leaves_whole_is_named():
     run_ranks(names_what_stays_whole, 2)
+
+
+def explain_sharded(rank):
+    model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.GELU(), nn.Linear(64, 16, bias=False))
+    model = weft.parallelize(model, weft.init_mesh(dp=2, tp=2), zero=3)
+    text = str(weft.explain(model))
+    # Each of two ranks has half of the 1024 fp32 numbers that tp leaves it.
+    assert "dp: 2 ranks, each has its part of the batch, and of parameters, gradients and optimizer state" in text
+    assert "receives up to 4 KiB of parameters and sends 2 KiB of gradients" in text
+    assert "this rank holds 512 of 2,048 parameters" in text
+
+
+def test_sharded_parameters_say_what_a_step_sends():
+    run_ranks(explain_sharded, 4)

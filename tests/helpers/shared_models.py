@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from weft.nn import Experts
+
 WORDS = 40
 
 
@@ -79,6 +81,39 @@ SPLIT = {
     "blocks.*.up": "column",
     "blocks.*.down": "row",
 }
+
+
+_HIDDEN, _EXPERTS = 6, 5
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(_HIDDEN), nn.Linear(_HIDDEN, _EXPERTS)
+        self.experts = Experts(_EXPERTS, _HIDDEN, 4, bias=True)
+        self.shared = nn.Sequential(nn.Linear(_HIDDEN, 8), nn.GELU(), nn.Linear(8, _HIDDEN))
+
+    def forward(self, x):
+        x = self.norm(x)
+        weights, index = self.router(x).softmax(-1).topk(2, -1)
+        return x + self.experts(x, index, weights) + self.shared(x)
+
+
+class Mixture(nn.Module):
+    """Model with two mixtures of five experts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, _HIDDEN)
+        self.layers = nn.ModuleList(MixtureBlock() for _ in range(2))
+        self.head = nn.Linear(_HIDDEN, 11)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
 class Encoder(nn.Module):

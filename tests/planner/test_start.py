@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import weft
 from weft.nn import Experts
@@ -30,6 +31,9 @@ PLANS = {
         replace(PAIR, dp=2),
         replace(PAIR, dp=2, zero=1, recompute="full"),
         replace(PAIR, cp=2, zero=1),
+        replace(PAIR, dp=2, zero=2),
+        replace(PAIR, dp=2, zero=3, recompute="full"),
+        replace(PAIR, cp=2, zero=3),
         replace(PAIR, tp=2, recompute="selective"),
         replace(PAIR, pp=2),
         replace(PAIR, pp=2, schedule="interleaved", chunks=2, recompute="selective"),
@@ -39,6 +43,8 @@ PLANS = {
     4: [
         replace(PAIR, dp=2, tp=2, zero=1),
         replace(PAIR, dp=2, cp=2, zero=1, micro_batch=1),
+        replace(PAIR, dp=2, tp=2, zero=2, micro_batch=1),
+        replace(PAIR, dp=2, cp=2, zero=3, micro_batch=1),
         replace(PAIR, pp=2, dp=2, zero=1, recompute="full"),
         replace(PAIR, pp=2, tp=2, micro_batch=1),
         replace(PAIR, pp=2, cp=2, micro_batch=4),
@@ -90,8 +96,11 @@ def train(rank, layouts, kind=Llama, job=JOB):
             before = plain.get_parameter(name.removeprefix("module."))
             expected, shard = before.detach() - before.grad, weft.shard_of(parameter)
             expected = expected if shard is None else shard.take(expected)
+            found = parameter.detach()
             torch.testing.assert_close(
-                parameter.detach(), expected, msg=lambda text, where=(layout, name): f"{where}: {text}"
+                found.full_tensor() if isinstance(found, DTensor) else found,
+                expected,
+                msg=lambda text, where=(layout, name): f"{where}: {text}",
             )
 
 

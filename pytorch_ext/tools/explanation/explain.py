@@ -1,14 +1,16 @@
 """`weft.explain`: algorithm and traffic of each parallel layer of a model, and why no faster one."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.context_parallel.notes import notes
 from weft.context_parallel.region import sharing_in
+from weft.data_parallel.sharded_optimizer import piece_of
 from weft.forward import ORDER, steps_of
 from weft.metadata import metadata
 from weft.nn import ParallelEmbedding, ParallelExpertList, ParallelExperts, ParallelLinear
@@ -25,6 +27,7 @@ from weft.tools.explanation.reports import (
     ProductReport,
     SequenceReport,
     Traffic,
+    size_in_words,
 )
 from weft.tools.explanation.summary import share_held
 
@@ -97,11 +100,22 @@ _DOES = {
 def _ranks(model: nn.Module) -> Iterator[str]:
     """Yield a line about each dimension of the mesh."""
     sizes: dict[str, int] = next(filter(None, (metadata(module, "mesh") for module in model.modules())), {})
+    sharded = [x for x in model.parameters() if isinstance(x, DTensor) and piece_of(x) is not None]
     for name, size in sizes.items():
         if size > 1:
-            yield f"{name}: {size} ranks, {_DOES[name]}"
+            yield f"{name}: {size} ranks, {_of_sharded(sharded) if name == 'dp' and sharded else _DOES[name]}"
     if any(size > 1 for size in sizes.values()):
         yield f"this rank holds {share_held(model)}"
+
+
+def _of_sharded(parameters: Sequence[DTensor]) -> str:
+    """Describe what a step sends to gather sharded parameters for forward and backward, and to reduce gradients."""
+    others = [x.nbytes - x.to_local().nbytes for x in parameters]
+    reduced = sum(size for x, size in zip(parameters, others, strict=True) if x.requires_grad)
+    return (
+        "each has its part of the batch, and of parameters, gradients and optimizer state (FSDP2): a step receives "
+        f"up to {size_in_words(2 * sum(others))} of parameters and sends {size_in_words(reduced)} of gradients"
+    )
 
 
 def _calls(model: nn.Module) -> dict[str, str]:

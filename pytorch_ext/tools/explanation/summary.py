@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import local
 
 _SHORT = {  # pattern of a reason -> a few words
     "looked up by numbers": "positions, not tokens",
@@ -41,7 +42,7 @@ def log_summary(model: nn.Module, sizes: Mapping[str, int], parameters: int, who
     if dist.is_initialized() and dist.get_rank():
         return
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
-    share = sum(parameter.numel() for parameter in model.parameters()) / max(parameters, 1)
+    share = sum(local(parameter.detach()).numel() for parameter in model.parameters()) / max(parameters, 1)
     short: dict[str, str] = {}
     for name, reason in whole.items():
         short.setdefault(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), in_three_words(reason))
@@ -69,6 +70,6 @@ def share_held(model: nn.Module) -> str:
     held = whole = 0
     for parameter in model.parameters():
         shard = shard_of(parameter)
-        held += parameter.numel()
+        held += local(parameter.detach()).numel()
         whole += parameter.numel() if shard is None else math.prod(shard.global_shape)
     return f"{held:,} of {whole:,} parameters of its layers"

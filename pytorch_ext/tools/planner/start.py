@@ -35,19 +35,19 @@ def code(job: Job, layout: Layout) -> str:
         lines.append("from weft.tensor_parallel.auto import automatic_plan")
     if _zero_by_torch(layout):
         lines.append("from torch.distributed.optim import ZeroRedundancyOptimizer")
-    if layout.zero > 1:
-        lines.append("from torch.distributed.fsdp import fully_shard")
     if job.precision != "fp32":
         kind = {"bf16": "bfloat16", "fp16": "float16"}[job.precision]
         lines += ["", f"# The plan counts weights of torch.{kind}, gradients and states of fp32."]
     lines += ["", f"mesh = {init_mesh(layout)}"]
-    options = ["model", 'mesh["cp", "tp"]']
+    options = ["model", 'mesh["dp", "cp", "tp"]' if layout.zero > 1 else 'mesh["cp", "tp"]']
     if layout.tp > 1:
         options.append(f"plan=automatic_plan(model, {layout.tp}, loss_parallel=True)")
     if layout.cp > 1:
         options.append('context={"parts": True}')
     if layout.recompute != "none":
         options.append(f'recompute="{layout.recompute}"')
+    if layout.zero > 1:
+        options.append("zero=3" if layout.zero == 3 else 'zero={"stage": 3, "reshard_after_forward": False}')
     if len(options) > 2 or layout.ep > 1:
         lines += _call("model = weft.parallelize", options)
     return (
@@ -108,16 +108,7 @@ def _wrapped(job: Job, layout: Layout) -> list[str]:
             "# balance: blocks, the embedding as one layer, norm and output as two",
             *_call("model = weft.Pipeline", options),
         ]
-    if layout.zero > 1:
-        ranks = 'mesh["dp", "cp"]._flatten("replicas")' if layout.cp > 1 else 'mesh["dp"]'
-        return [
-            f"sharded = dict(mesh={ranks}, reshard_after_forward={layout.zero == 3})",
-            "for blocks in [x for x in model.modules() if isinstance(x, torch.nn.ModuleList)]:",
-            "    for block in blocks:",
-            "        fully_shard(block, **sharded)",
-            "model = fully_shard(model, **sharded)",
-        ]
-    if layout.dp > 1:
+    if layout.dp > 1 and layout.zero < 2:
         options = ["model", 'group=mesh["dp"]']
         if layout.zero and not _zero_by_torch(layout):
             options.append("shard_optimizer=True")

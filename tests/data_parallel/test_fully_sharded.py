@@ -1,0 +1,384 @@
+"""zero=3: parameters sharded over dp, on any mesh, learn what the unsplit model learns."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_models import Mixture
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import weft
+from weft.testing.models import Llama, TiedModel, loss_of
+from weft.testing.ranks import run_ranks
+
+
+def batch(step, part=0, parts=1):
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = (torch.randint(11, (12, 6), generator=generator) for _ in range(2))
+    return tokens.chunk(parts)[part], targets.chunk(parts)[part]
+
+
+def frozen():
+    model = Llama()
+    for parameter in [*model.blocks[1].parameters(), model.embedding.weight]:
+        parameter.requires_grad_(False)
+    return model
+
+
+def shared_by_blocks():
+    model = Llama()
+    model.blocks[1].mlp = model.blocks[0].mlp
+    return model
+
+
+MODELS = {
+    "llama": Llama,
+    "tied": TiedModel,
+    "frozen": frozen,
+    "shared": shared_by_blocks,
+    "experts": Mixture,
+}
+
+
+def plain_model(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def norm_by_torch(model):
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def unsplit(name, steps):
+    model = plain_model(name)
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-2, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        tokens, targets = batch(step)
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        losses.append((loss.item(), float(norm_by_torch(model))))
+        optimizer.step()
+    return losses, model.state_dict()
+
+
+def check_learning(rank, name, sizes, by_torch, options):
+    steps = 10
+    expected, state = unsplit(name, steps)
+    mesh = weft.init_mesh(**sizes)
+    replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    model = weft.parallelize(plain_model(name), mesh, **options)
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        tokens, targets = batch(step, place, replicas)
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        norm = norm_by_torch(model) if by_torch else weft.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh["dp"].get_group())
+        found = mean.item() / replicas, float(norm)
+        assert found == pytest.approx(expected[step], rel=1e-9, abs=0), f"step {step}"
+    for key, value in weft.full_state_dict(model).items():
+        difference = (value - state[key]).abs().max()
+        assert difference <= 1e-9, f"{key}: {difference}"
+    weft.check_replicas(model)
+
+
+@pytest.mark.parametrize("by_torch", [True, False], ids=["torch's clip", "weft's clip"])
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(3, {"dp": 3}), (4, {"dp": 2, "tp": 2}), (4, {"dp": 2, "cp": 2}), (4, {"pp": 2, "dp": 2})],
+    ids=["dp", "tp", "cp", "pp"],
+)
+def test_it_learns_what_the_unsplit_model_learns(world, sizes, by_torch):
+    run_ranks(check_learning, world, "llama", sizes, by_torch, {"zero": 3})
+
+
+@pytest.mark.slow("data_parallel", "sharding", "nn", "context_parallel", "pipeline")
+@pytest.mark.parametrize(
+    ("name", "world", "sizes", "options"),
+    [
+        ("llama", 8, {"dp": 2, "tp": 4}, {}),  # more ranks than heads of keys
+        ("llama", 6, {"dp": 3, "tp": 2}, {"sequence_parallel": True}),
+        ("llama", 8, {"dp": 2, "cp": 2, "tp": 2}, {}),
+        ("llama", 4, {"dp": 4}, {"recompute": "full"}),
+        ("llama", 4, {"dp": 2, "tp": 2}, {"recompute": "selective"}),
+        ("llama", 4, {"dp": 2, "cp": 2}, {"recompute": "full"}),
+        ("llama", 4, {"dp": 4}, {"zero": {"stage": 3, "reshard_after_forward": False}}),
+        ("tied", 3, {"dp": 3}, {}),
+        ("tied", 4, {"dp": 2, "tp": 2}, {}),
+        ("shared", 4, {"dp": 2, "tp": 2}, {}),
+        ("frozen", 4, {"dp": 2, "tp": 2}, {}),
+        ("frozen", 4, {"dp": 2, "cp": 2}, {}),
+        ("experts", 2, {"dp": 2, "ep": 2}, {}),
+        ("experts", 4, {"dp": 4, "ep": 2}, {}),
+        ("experts", 4, {"dp": 2, "tp": 2, "ep": 2}, {}),
+        ("experts", 4, {"dp": 2, "cp": 2, "ep": 4}, {}),
+    ],
+)
+def test_so_do_other_models_meshes_and_options(name, world, sizes, options):
+    run_ranks(check_learning, world, name, sizes, True, {"zero": 3} | options)
+
+
+def trained(sizes, zero, name="llama"):
+    """Return a model after two steps with its optimizer, and the ranks' batches."""
+    mesh = weft.init_mesh(**sizes)
+    model = weft.parallelize(plain_model(name), mesh, zero=zero)
+    kind = torch.optim.AdamW
+    parameters = [x for x in model.parameters() if x.requires_grad]
+    optimizer = model.optimizer(kind, lr=1e-2) if zero == 1 else kind(parameters, lr=1e-2)
+
+    def step(number):
+        replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+        tokens, targets = batch(number, place, replicas)
+        optimizer.zero_grad()
+        model.zero_grad()
+        loss_of(model(tokens), targets).backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def save_and_go_on(rank, sizes, zero, path):
+    model, optimizer, step = trained(sizes, zero)
+    for number in range(2):
+        step(number)
+    before = weft.state_hash(model, optimizer)
+    weft.save_checkpoint(model, optimizer, path, step=2)
+    step(2)
+    return before, weft.full_state_dict(model)
+
+
+def load_and_go_on(rank, sizes, zero, path):
+    model, optimizer, step = trained(sizes, zero)
+    step(7)
+    weft.load_checkpoint(model, optimizer, path)
+    found = weft.state_hash(model, optimizer)
+    step(2)
+    return found, weft.full_state_dict(model)
+
+
+PLACES = {
+    "0": ({"dp": 2, "tp": 2}, 0),
+    "1": ({"dp": 2, "tp": 2}, 1),
+    "3": ({"dp": 3}, 3),
+    "3, tp": ({"dp": 2, "tp": 4}, 3),
+}
+
+
+@pytest.mark.slow("data_parallel", "checkpoint")
+@pytest.mark.parametrize("saved", PLACES)
+def test_checkpoints_go_from_each_stage_to_each_at_another_mesh(saved, tmp_path):
+    sizes, zero = PLACES[saved]
+    world = sizes["dp"] * sizes.get("tp", 1)
+    before, expected = run_ranks(save_and_go_on, world, sizes, zero, tmp_path)[0]
+    for sizes, zero in PLACES.values():
+        found, state = run_ranks(load_and_go_on, sizes["dp"] * sizes.get("tp", 1), sizes, zero, tmp_path)[0]
+        assert found == before
+        for name, value in state.items():
+            assert torch.allclose(value, expected[name], 1e-9, 1e-9), name
+
+
+def load_states(rank):
+    mesh = weft.init_mesh(dp=2, tp=2)
+    torch.manual_seed(1)
+    other = Llama().double().state_dict()
+    model = weft.parallelize(plain_model("llama"), mesh, zero=3)
+    model.load_state_dict(other)  # of the whole model
+    assert all(torch.equal(x, other[name]) for name, x in weft.full_state_dict(model).items())
+    own = {name: x.clone() for name, x in model.state_dict().items()}
+    model.load_state_dict(weft.full_state_dict(weft.parallelize(plain_model("llama"), mesh["tp"])))
+    model.load_state_dict(own)
+    assert all(torch.equal(x, other[name]) for name, x in weft.full_state_dict(model).items())
+    loss_of(model(batch(0)[0]), batch(0)[1])  # without a backward: what is outside of blocks stays gathered
+    model.load_state_dict(other)
+    model = model.to(torch.float32).to(torch.float64)  # other Parameters
+    model.load_state_dict(model.state_dict(), assign=True)
+    model.load_state_dict(other)
+    assert all(torch.equal(x, other[name]) for name, x in weft.full_state_dict(model).items())
+    loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+    assert weft.clip_grad_norm_(model, 1.0) > 0
+    with pytest.raises(RuntimeError, match="size mismatch|has shape"):
+        model.load_state_dict({name: x[:1] for name, x in other.items()})
+
+
+def test_it_loads_whole_state_dicts_and_its_own():
+    run_ranks(load_states, 4)
+
+
+def look_between(rank):
+    """Forwards between backward and step, and norms by hand, see the parts."""
+    mesh = weft.init_mesh(dp=2, tp=2)
+    plain, model = plain_model("llama"), weft.parallelize(plain_model("llama"), mesh, zero=3)
+    (tokens, targets), part = batch(0), batch(0, mesh["dp"].get_local_rank(), 2)
+    loss_of(plain(tokens), targets).backward()
+    loss_of(model(part[0]), part[1]).backward()
+    model(part[0])
+    norm = nn.utils.get_total_norm([x.grad for x in plain.parameters()])
+    gradients = [x.grad for x in model.parameters()]
+    by_hand = [torch.stack([change(g).norm() for g in gradients]).norm() for change in CHANGES]
+    for found in (*by_hand, sum(((g**2).sum() for g in gradients), start=0.0).sqrt(), weft.clip_grad_norm_(model, 1e9)):
+        torch.testing.assert_close(found.double(), norm, rtol=1e-9, atol=0)
+    loss = loss_of(model(part[0]), part[1])
+    model.zero_grad()
+    loss.backward()
+    torch.testing.assert_close(nn.utils.clip_grad_norm_(model.parameters(), 1e9), norm, rtol=1e-9, atol=0)
+    with pytest.raises(TypeError):
+        model(part[0], "one argument too many")
+    assert {type(x).__name__ for x in model.parameters()} == {"DTensor"}
+    model.zero_grad()
+    loss_of(model(part[0]), part[1]).backward()
+    torch.testing.assert_close(weft.clip_grad_norm_(model, 1e9), norm, rtol=1e-9, atol=0)
+
+
+CHANGES = (lambda g: g, torch.clone, torch.Tensor.detach, lambda g: g.data, lambda g: 2 * (g / 2))
+
+
+def test_what_looks_between_forward_and_step_sees_the_parts():
+    run_ranks(look_between, 4)
+
+
+def step_by_norms(rank, kind, path):
+    mesh = weft.init_mesh(dp=2, tp=2)
+    plain, model = plain_model("llama"), weft.parallelize(plain_model("llama"), mesh, zero=3)
+    optimizers = [kind(weft.layerwise_groups(each, 0.1), lr=0.1) for each in (plain, model)]
+    for step in range(4):
+        tokens, targets = batch(step)
+        part = batch(step, mesh["dp"].get_local_rank(), 2)
+        for each, optimizer, (inputs, labels) in zip(
+            (plain, model), optimizers, ((tokens, targets), part), strict=True
+        ):
+            optimizer.zero_grad()
+            loss_of(each(inputs), labels).backward()
+            optimizer.step()
+        if step == 1:
+            weft.save_checkpoint(model, optimizers[1], path)
+            weft.load_checkpoint(model, optimizers[1], path)
+    for name, value in weft.full_state_dict(model).items():
+        assert (value - plain.state_dict()[name]).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize("kind", [weft.LARS, weft.LAMB])
+def test_optimizers_that_sum_norms_know_the_parts(kind, tmp_path):
+    run_ranks(step_by_norms, 4, kind, tmp_path)
+
+
+def blocks(rank):
+    def mlp():
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+
+    for model, expected in (
+        (nn.Sequential(mlp(), nn.Linear(4, 4)), {"", "0"}),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {""}),
+        (nn.ModuleDict({"a": nn.ModuleList([mlp(), mlp()])}), {"", "a.0", "a.1"}),
+        (nn.ModuleDict({"a": nn.ModuleList([nn.ModuleDict({"b": mlp()})])}), {"", "a.0.b"}),
+    ):
+        if isinstance(model, nn.ModuleDict):
+            model = Holder(model)
+            expected = {f"inner.{name}" if name else "" for name in expected}
+        weft.parallelize(model, weft.init_mesh(dp=2), zero=3)
+        assert {name for name, module in model.named_modules() if isinstance(module, FSDPModule)} == expected
+
+
+class Holder(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x
+
+
+def test_blocks_are_the_elements_of_the_outermost_lists():
+    run_ranks(blocks, 2)
+
+
+def verified(rank):
+    mesh = weft.init_mesh(dp=2, tp=2)
+    reference = plain_model("llama").float()
+    model = weft.parallelize(copy.deepcopy(reference), mesh, zero=3)
+    report = weft.verify(model, reference, batch(0)[0])
+    assert report.ok, str(report)
+    with torch.no_grad():
+        model.norm.weight.mul_(1.5)
+    assert not weft.verify(model, reference, batch(0)[0]).ok
+
+
+def test_verify_compares_its_parts():
+    run_ranks(verified, 4)
+
+
+def refuse(rank):
+    mesh = weft.init_mesh(dp=2, tp=2)
+    for zero, sub, message in (
+        (2, mesh, "zero=2 must be 0 .* 1 .* or 3"),
+        (3, mesh["tp"], 'zero=3 needs a mesh with "dp"'),
+        (1, mesh["tp"], 'zero=1 needs a mesh with "dp"'),
+        ({"stage": 3, "mp": 1}, mesh, "zero has no option 'mp'"),
+        ({"stage": 1, "mp_policy": None}, mesh, "zero has no option 'mp_policy'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            weft.parallelize(plain_model("llama"), sub, zero=zero)
+    for change, message in (
+        (lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(()))), "'scale' has no dimension"),
+        (lambda model: setattr(model.logits, "weight", nn.Parameter(torch.ones(24, 37).t())), "is not contiguous"),
+        (lambda model: model.norm.float(), "have several types"),
+        (lambda model: setattr(model.embedding, "sparse", True), "'embedding' has sparse gradients"),
+    ):
+        model = plain_model("llama")
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            weft.parallelize(model, mesh["dp"], zero=3)
+    if rank == 0:
+        model.extra = nn.Linear(2, 2)
+    with pytest.raises((ValueError, weft.CollectiveMismatchError)):
+        weft.parallelize(model, mesh["dp"], zero=3)
+    model = weft.parallelize(plain_model("llama"), mesh["dp"], zero=3)
+    loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(TypeError, match="Adafactor is not known to update each element by itself"):
+        torch.optim.Adafactor(model.parameters()).step()
+    with pytest.raises(ValueError, match="zero=3 is not supported with invariant=4"):
+        weft.parallelize(plain_model("llama"), mesh, zero=3, invariant=4)
+    stages = weft.init_mesh(pp=2, dp=2)
+    with pytest.raises(ValueError, match="zero=3 is not supported with pipeline"):
+        weft.parallelize(plain_model("llama"), stages, zero=3, pipeline={"microbatches": 2, "loss": loss_of})
+
+
+def test_what_it_cannot_do_is_refused_on_every_rank():
+    run_ranks(refuse, 4)
+
+
+def average(rank, sizes):
+    mesh = weft.init_mesh(**sizes)
+    plain, means = plain_model("tied"), AveragedModel(plain_model("tied"), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    model = weft.parallelize(plain_model("tied"), mesh, zero=3)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each, mean, optimizer, part in (
+            (plain, means, optimizers[0], (0, 1)),
+            (model, ema, optimizers[1], (mesh["dp"].get_local_rank(), mesh["dp"].size())),
+        ):
+            tokens, targets = batch(step, *part)
+            optimizer.zero_grad()
+            loss_of(each(tokens), targets).backward()
+            optimizer.step()
+            mean.update_parameters(each)
+    tokens, _ = batch(9)
+    with torch.no_grad():
+        assert torch.allclose(ema(tokens), means(tokens), 1e-9, 1e-9)
+        assert torch.allclose(model(tokens), plain(tokens), 1e-9, 1e-9)
+    loss_of(ema(tokens), tokens).backward()  # the copy trains too
+    assert type(next(ema.parameters()).grad) is type(next(model.parameters()).grad)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "tp": 2}], ids=["dp", "tp"])
+def test_averaged_model_averages_it(sizes):
+    run_ranks(average, sizes["dp"] * sizes.get("tp", 1), sizes)
