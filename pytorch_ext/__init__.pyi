@@ -47,6 +47,7 @@ from weft.ops.topk_gating import topk_gating as topk_gating
 from weft.optim import LAMB as LAMB
 from weft.optim import LARS as LARS
 from weft.optim import DiLoCo as DiLoCo
+from weft.optim import Muon as Muon
 from weft.optim import layerwise_groups as layerwise_groups
 from weft.optim import linear_scaling as linear_scaling
 from weft.parallelization import parallelize as parallelize

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from weft.optim.layerwise import Layerwise, LayerwiseStep
+from weft.sharding.sharded_grad import local
 
 
 class LAMB(Layerwise):
@@ -67,7 +68,7 @@ class LAMB(Layerwise):
 
     def _direct(self, group, weights, gradients, states):
         beta1, beta2 = group["betas"]
-        means, squares = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        means, squares = ([local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
         for state in states:
             state["step"] += 1
         torch._foreach_lerp_(means, gradients, 1 - beta1)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from weft.optim.layerwise import Layerwise, LayerwiseStep
+from weft.sharding.sharded_grad import local
 
 
 class LARS(Layerwise):
@@ -68,7 +69,7 @@ class LARS(Layerwise):
         return group["trust"] * weight_norms / (measured_norms + group["weight_decay"] * weight_norms + group["eps"])
 
     def _take(self, step: LayerwiseStep) -> None:
-        momenta = [self.state[parameter]["momentum_buffer"] for parameter in step.parameters]
+        momenta = [local(self.state[parameter]["momentum_buffer"]) for parameter in step.parameters]
         torch._foreach_mul_(momenta, step.group["momentum"])
         torch._foreach_add_(momenta, step.updates, alpha=float(step.group["lr"]))
         torch._foreach_sub_(step.weights, momenta)

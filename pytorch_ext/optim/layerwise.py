@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft._C import CollectiveMismatchError
 from weft.comm.communicator import Communicator
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import piece_of
-from weft.sharding.sharded_grad import place_for
+from weft.sharding.sharded_grad import local, place_for
 
 
 def layerwise_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -69,14 +70,38 @@ class LayerwiseStep:
     measured: list[torch.Tensor]
 
 
-class Layerwise(torch.optim.Optimizer):
-    """Base of optimizers with the step weight -= lr * ratio(|weight|, |measured|) * update.
+class OfWholeParameters(torch.optim.Optimizer):
+    """Base of optimizers that need whole parameters, and bring the ranks' parts of them together.
 
-    State and arithmetic of 16-bit parameters are in fp32; the result is rounded once. Gradients are read from `.grad`,
-    or else from `main_grad`.
+    Gradients are read from `.grad`, or else from `main_grad`.
     """
 
     sums_norms_of_pieces = True  # `DataParallel.optimizer` passes a piece of every parameter, empty ones too
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, `main_grad` included.
+
+        Args:
+            set_to_none: set `.grad` to None instead of zeros. A `main_grad` is always zeroed.
+        """
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+                    main_grad.zero_()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state in the types in which it was saved."""
+        super().load_state_dict(state_dict)
+        keep_types(self, state_dict)
+
+
+class Layerwise(OfWholeParameters):
+    """Base of optimizers with the step weight -= lr * ratio(|weight|, |measured|) * update.
+
+    State and arithmetic of 16-bit parameters are in fp32; the result is rounded once.
+    """
+
     _agreed: tuple[str, ...] = ()  # parameters with pieces that every rank is known to scale, in this order
 
     @torch.no_grad()
@@ -103,25 +128,8 @@ class Layerwise(torch.optim.Optimizer):
             self._take(step)
             for parameter, weight in zip(step.parameters, step.weights, strict=True):
                 if parameter.dtype != weight.dtype:
-                    parameter.copy_(weight)
+                    local(parameter.detach()).copy_(weight)
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, `main_grad` included.
-
-        Args:
-            set_to_none: set `.grad` to None instead of zeros. A `main_grad` is always zeroed.
-        """
-        super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (main_grad := getattr(parameter, "main_grad", None)) is not None:
-                    main_grad.zero_()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state in the types in which it was saved."""
-        super().load_state_dict(state_dict)
-        keep_types(self, state_dict)
 
     def _prepare(self, group: dict) -> LayerwiseStep:
         found = {parameter: gradient_of(parameter) for parameter in group["params"]}
@@ -131,11 +139,12 @@ class Layerwise(torch.optim.Optimizer):
         if any(gradient.is_complex() for gradient in given.values()):
             raise RuntimeError(f"{type(self).__name__} takes no complex gradients: hold them as torch.view_as_real")
         parameters = list(given)
-        weights = [wide(parameter.detach()) for parameter in parameters]
+        weights = [wide(local(parameter.detach())) for parameter in parameters]
         gradients = [given[parameter].to(weight.dtype) for parameter, weight in zip(parameters, weights, strict=True)]
         for parameter, weight in zip(parameters, weights, strict=True):
             if not self.state[parameter]:
-                self.state[parameter].update(self._first_state(weight))
+                like = parameter.detach().to(weight.dtype) if isinstance(parameter, DTensor) else weight
+                self.state[parameter].update(self._first_state(like))
         states = [self.state[parameter] for parameter in parameters]
         updates, measured = self._direct(group, weights, gradients, states) if parameters else ([], [])
         return LayerwiseStep(group, parameters, weights, updates, measured)
