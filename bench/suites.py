@@ -57,6 +57,7 @@ SUITES = {
         "steps of weft.DataParallel and sets of gradients beside DDP over gloo and over weft, with memory"
     ),
     "sharded_optimizer": Suite("training steps with a sharded AdamW beside ZeroRedundancyOptimizer over gloo"),
+    "sharded_parameters": Suite("training steps with zero=3 beside FSDP2 over gloo, and steps of Muon beside torch's"),
     "paradigms": Suite("one model's training step on two and four CPU ranks, split in every way, beside one process"),
     "host_calls": Suite("calls of Python functions in a training step, split in every way, beside the plain model's"),
     "invariance": Suite("a training step with the same bits on any number of ranks beside the ordinary one"),

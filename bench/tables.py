@@ -146,6 +146,22 @@ def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
     ]
 
 
+def _sharded_parameters(rows: list[Row]) -> list[list[str]]:
+    found = [["step on", "weft", "FSDP2 over gloo", "ratio", "parameters, gradients and moments of a rank"]]
+    for row in (row for row in rows if "memory_of_share" in row):
+        times = [_ms(row["times"][name]) for name in ("weft", row["peer"])]
+        found.append([row["mesh"], *times, f"{row['ratio']:.2f}x", f"{row['memory_of_share']:.3f} of its share"])
+    return found
+
+
+def _muon(rows: list[Row]) -> list[list[str]]:
+    found = [["step of the optimizer", "weft.Muon", "torch.optim.Muon, one process", "share of one process"]]
+    for row in (row for row in rows if "memory_of_share" not in row):
+        times = [_ms(row["times"][name]) for name in ("weft", row["peer"])]
+        found.append([row["mesh"].removeprefix("Muon, "), *times, f"{1 / row['ratio']:.2f}"])
+    return found
+
+
 def _invariance(rows: list[Row]) -> list[list[str]]:
     found = [["training step", "mesh", "with `invariant`", "without", "time", "memory", "Python calls"]]
     for row in (row for row in rows if "mesh" in row):
@@ -323,6 +339,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "data_parallel": (f"{_CPU}/data_parallel", _data_parallel),
     "data_parallel memory": (f"{_CPU}/data_parallel", _data_parallel_memory),
     "sharded_optimizer": (f"{_CPU}/sharded_optimizer", _sharded_optimizer),
+    "sharded_parameters": (f"{_CPU}/sharded_parameters", _sharded_parameters),
+    "muon": (f"{_CPU}/sharded_parameters", _muon),
     "beside mpi": ("intel-xeon-2-cores/collectives_beside_mpi", _beside_mpi),
     "invariance": (f"{_CPU}/invariance", _invariance),
     "invariant products": (f"{_CPU}/invariance", _products),
