@@ -114,9 +114,9 @@ class ShardedParameters:
         model.register_forward_pre_hook(self)
         model.register_forward_hook(_recover, always_call=True)
         self._again = partial(ShardedParameters, mesh=mesh, experts=experts, replicas=replicas, options=options)
-        self._rule(model)
+        self._override(model)
 
-    def _rule(self, model: Any) -> None:
+    def _override(self, model: Any) -> None:
         model._apply, model.__deepcopy__ = partial(self._applied, model), partial(self._copied, model)
 
     def _connect(self, module: Any, mesh: DeviceMesh) -> None:
@@ -128,8 +128,10 @@ class ShardedParameters:
             module.set_force_sum_reduction_for_comms(True)
         state = _state_of(module)
         state._register_pre_backward_hook = partial(_of_parts, state._register_pre_backward_hook)
-        for group in state._fsdp_param_groups:
-            group._register_post_backward_hook = partial(_of_call_parts, group._register_post_backward_hook)
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if groups is None else groups:  # torch before 2.13 has one, or None
+            if group is not None:
+                group._register_post_backward_hook = partial(_of_call_parts, group._register_post_backward_hook)
         module.register_forward_pre_hook(_mark_gathered)
 
     def __call__(self, module: nn.Module, *_) -> None:
@@ -184,7 +186,7 @@ class ShardedParameters:
         finally:
             for unit, kind in zip(units, kinds, strict=True):
                 unit.__class__ = kind
-            self._rule(model)
+            self._override(model)
         for module in made.modules():
             _remove_sharding(module)
         self._again(made)
@@ -225,6 +227,11 @@ def _obstacle(model: nn.Module) -> str:
     tables = {name: x for name, x in model.named_modules() if isinstance(x, nn.Embedding | nn.EmbeddingBag)}
     if sparse := [name for name, table in tables.items() if table.sparse]:
         return f"{sparse[0]!r} has sparse gradients, which zero=3 does not reduce: make it with sparse=False"
+    for name, module in _experts_in(model).items():
+        if not all((shard := shard_of(x)) is not None and shard.replicas for x in module.parameters()):
+            return (
+                f"{name!r} has experts over ep beside parameters that all ranks have, and zero=3 shares each otherwise"
+            )
     if len(trained) > 1:
         kinds = ", ".join(f"{name!r} is {dtype}" for dtype, name in trained.items())
         return f"trained parameters have several types ({kinds}), and zero=3 reduces them together: convert the model"
