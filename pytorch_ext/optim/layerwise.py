@@ -78,6 +78,40 @@ class OfWholeParameters(torch.optim.Optimizer):
 
     sums_norms_of_pieces = True  # `DataParallel.optimizer` passes a piece of every parameter, empty ones too
 
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> Any:
+        """Step every parameter that has a gradient. A collective call of the ranks that have parts of them.
+
+        Args:
+            closure: computes the loss and its gradients before the step.
+
+        Returns:
+            The closure's loss, or None without a closure.
+
+        Raises:
+            RuntimeError: a gradient is sparse or complex.
+            CollectiveMismatchError: the ranks have parts of different parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def _given(self, group: dict) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the parameters of a group that have a gradient, and their gradients."""
+        found = {parameter: gradient_of(parameter) for parameter in group["params"]}
+        given = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
+        if any(gradient.is_sparse for gradient in given.values()):
+            raise RuntimeError(f"{type(self).__name__} takes no sparse gradients")
+        if any(gradient.is_complex() for gradient in given.values()):
+            raise RuntimeError(f"{type(self).__name__} takes no complex gradients: hold them as torch.view_as_real")
+        return given
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, `main_grad` included.
 
@@ -104,24 +138,7 @@ class Layerwise(OfWholeParameters):
 
     _agreed: tuple[str, ...] = ()  # parameters with pieces that every rank is known to scale, in this order
 
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> Any:
-        """Step every parameter that has a gradient. A collective call of the ranks that have shards or pieces.
-
-        Args:
-            closure: computes the loss and its gradients before the step.
-
-        Returns:
-            The closure's loss, or None without a closure.
-
-        Raises:
-            RuntimeError: a gradient is sparse or complex.
-            CollectiveMismatchError: the ranks have pieces of different parameters.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         steps = [step for step in map(self._prepare, self.param_groups) if step.parameters]
         self._scale([step for step in steps if step.group["adapt"]])
         for step in steps:
@@ -129,15 +146,9 @@ class Layerwise(OfWholeParameters):
             for parameter, weight in zip(step.parameters, step.weights, strict=True):
                 if parameter.dtype != weight.dtype:
                     local(parameter.detach()).copy_(weight)
-        return loss
 
     def _prepare(self, group: dict) -> LayerwiseStep:
-        found = {parameter: gradient_of(parameter) for parameter in group["params"]}
-        given = {parameter: gradient for parameter, gradient in found.items() if gradient is not None}
-        if any(gradient.is_sparse for gradient in given.values()):
-            raise RuntimeError(f"{type(self).__name__} takes no sparse gradients")
-        if any(gradient.is_complex() for gradient in given.values()):
-            raise RuntimeError(f"{type(self).__name__} takes no complex gradients: hold them as torch.view_as_real")
+        given = self._given(group)
         parameters = list(given)
         weights = [wide(local(parameter.detach())) for parameter in parameters]
         gradients = [given[parameter].to(weight.dtype) for parameter, weight in zip(parameters, weights, strict=True)]

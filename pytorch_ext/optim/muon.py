@@ -1,18 +1,18 @@
 """Muon: momentum, orthogonalised matrix by matrix (Jordan et al. 2024, kellerjordan.github.io/posts/muon)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.adamw import adamw
 
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
-from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.optim.layerwise import OfWholeParameters
 from weft.sharding.shard import Shard, shard_of
@@ -103,29 +103,11 @@ class Muon(OfWholeParameters):
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "_replicas": self._replicas, "_dealt": {}, "_dealt_of": []}
 
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> Any:
-        """Step every parameter that has a gradient. A collective call of the ranks that hold matrices together.
-
-        Args:
-            closure: computes the loss and its gradients before the step.
-
-        Returns:
-            The closure's loss, or None without a closure.
-
-        Raises:
-            RuntimeError: a gradient is sparse or complex.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         updates: dict[torch.Tensor, torch.Tensor] = {}
         group_of: dict[torch.Tensor, dict] = {}
         for group in self.param_groups:
-            given = {x: g for x in group["params"] if (g := gradient_of(x)) is not None}
-            if any(gradient.is_sparse or gradient.is_complex() for gradient in given.values()):
-                raise RuntimeError("Muon takes no sparse gradients, and complex ones as torch.view_as_real")
+            given = self._given(group)
             if not group["use_muon"]:
                 self._step_by_adamw(group, given)
                 continue
@@ -136,16 +118,16 @@ class Muon(OfWholeParameters):
             self._dealt_of = those
             self._dealt = _deal({x: _result_of(x, group) for x, group in group_of.items()}, self._replicas)
         wholes = _to_owners(self._dealt, updates)
-        for x, whole in wholes[-1].items():
-            wholes[-1][x] = _orthogonal(group_of[x], whole.view(self._dealt[x].shape), self._dealt[x].result)
-        for x, update in _from_owners(self._dealt, wholes).items():
-            here, group = local(x.detach()), group_of[x]
-            lr, shape = float(group["lr"]), self._dealt[x].shape
+        for parameter, whole in wholes[-1].items():
+            dealt = self._dealt[parameter]
+            wholes[-1][parameter] = _orthogonal(group_of[parameter], whole.view(dealt.shape), dealt.result)
+        for parameter, update in _from_owners(self._dealt, wholes).items():
+            here, group = local(parameter.detach()), group_of[parameter]
+            lr, shape = float(group["lr"]), self._dealt[parameter].shape
             here.mul_(1 - lr * group["weight_decay"])
             if group["parts"] is None:  # else the update is scaled already
                 lr = _adjust_lr(lr, group["adjust_lr_fn"], torch.Size(shape[-2:]))
             here.add_(update.view(here.shape), alpha=-lr)
-        return loss
 
     def _direction(self, group: dict, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Add a gradient to its mean; return this rank's elements of what is to be orthogonalised, in bf16."""
@@ -157,7 +139,7 @@ class Muon(OfWholeParameters):
         update = gradient.lerp(mean, decay) if group["nesterov"] else mean
         return update.to(torch.bfloat16, copy=True).reshape(-1)
 
-    def _step_by_adamw(self, group: dict, given: dict[torch.Tensor, torch.Tensor]) -> None:
+    def _step_by_adamw(self, group: dict, given: dict[nn.Parameter, torch.Tensor]) -> None:
         for x, gradient in given.items():
             if not self.state[x]:
                 first = torch.tensor(0.0), *(torch.zeros_like(x, dtype=gradient.dtype) for _ in range(2))

@@ -197,7 +197,7 @@ def test_what_has_no_matrices_is_refused():
         weft.Muon([nn.Parameter(torch.ones(4, 2))], momentum=-1)
     sparse = nn.Parameter(torch.ones(4, 2))
     sparse.grad = torch.ones(4, 2).to_sparse()
-    with pytest.raises(RuntimeError, match="no sparse gradients"):
+    with pytest.raises(RuntimeError, match="takes no sparse gradients"):
         weft.Muon([sparse]).step()
 
 
