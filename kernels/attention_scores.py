@@ -18,7 +18,7 @@ NUMBERS = (
 
 @triton.jit
 def own_tile(unit, runs, BLOCK: tl.constexpr):
-    """Return the unit-th tile of two runs of rows, of which none lies in both.
+    """Return the unit-th tile of two runs of rows that do not overlap.
 
     Args:
         runs: the first position of a run and its length, then those of the second run.

@@ -120,8 +120,9 @@ optimizer.step()
         {},
     ),
     ("data_parallel.md", 1): (2, MODEL, {}),
-    ("data_parallel.md", 2): (4, CONTEXT, {}),
-    ("data_parallel.md", 3): (
+    ("data_parallel.md", 2): (4, MODEL, {}),
+    ("data_parallel.md", 3): (4, CONTEXT, {}),
+    ("data_parallel.md", 4): (
         2,
         MODEL
         + """
@@ -169,7 +170,8 @@ fsdp_module = fully_shard(model)
         {},
     ),
     ("large_batches.md", 0): (4, MODEL + "mesh, plan = weft.init_mesh(dp=2, tp=2), {'0': 'column', '2': 'row'}\n", {}),
-    ("large_batches.md", 1): (2, MODEL + "mesh = weft.init_mesh(dp=2)\n", {}),
+    ("large_batches.md", 1): (1, MODEL + "matrices, embeddings_and_vectors = [model[0].weight], [model[0].bias]\n", {}),
+    ("large_batches.md", 2): (2, MODEL + "mesh = weft.init_mesh(dp=2)\n", {}),
     ("paradigms.md", 0): (8, LLAMA, {}),
     ("pipeline.md", 0): (
         4,
