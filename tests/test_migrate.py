@@ -93,13 +93,13 @@ SCRIPTS = {
         2,
         4,
         {
-            "torch's clipping": (
-                "model.clip_grad_norm_(1.0)",
+            "weft's clipping": (
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+                "weft.clip_grad_norm_(model, 1.0)",
             ),
-            "an optimizer of its own": (
-                "model.optimizer(torch.optim.AdamW, lr=0.01)",
-                "torch.optim.AdamW(model.parameters(), lr=0.01)",
+            "the optimizer's state alone": (
+                "model = weft.parallelize(Model(), mesh, zero=3)",
+                "model = weft.parallelize(Model(), mesh, zero=1)",
             ),
             "a sampler over all ranks": (COUNTED, UNCOUNTED),
         },
