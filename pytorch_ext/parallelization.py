@@ -161,14 +161,18 @@ def parallelize(
     if invariant is not None:
         _check_invariant(model, ranks, invariant, pipeline is not None)
     if pipeline is not None:
-        if stage:
+        if stage == 1:
             raise ValueError(
-                f"parallelize: zero={stage} is not supported with pipeline: its stages reduce whole gradients, once a "
-                "step. Use zero=0, or torch.distributed.optim.ZeroRedundancyOptimizer for the optimizer's state"
+                "parallelize: zero=1 is not supported with pipeline: its stages reduce whole gradients, once a step. "
+                "Use zero=3, or torch.distributed.optim.ZeroRedundancyOptimizer"
             )
         options: dict[str, Any] = {"plan": plan, "sequence_parallel": sequence_parallel, "context": context}
         options |= {"recompute": recompute, "strict": strict, "checks": checks, "tune": tune, "invariant": invariant}
-        return _in_stages(model, mesh, ranks, pipeline, options)
+        made = _in_stages(model, mesh, ranks, pipeline, options)
+        if stage == 3:
+            made.shard_parameters(_sharers(mesh, ranks), _sharers_of_experts(ranks), sharding)
+            _give_out_by_block(made)
+        return made
 
     sharing = _sharing_of(model, ranks, context, checks, invariant)
     refuse_other_tuners(model)
@@ -357,17 +361,29 @@ def _over_replicas(
         if replicas is None:
             return cut
         return DataParallel(cut, group=replicas, invariant=invariant, shard_optimizer=stage == 1)
-    shared = tuple(name for name in ("dp", "cp") if ranks.sizes.get(name, 1) > 1)
-    along = mesh if mesh.ndim == 1 else mesh[shared]
-    experts = None if ranks.experts is None else ranks.experts["replica_group"]
-    sharers = along._flatten("dp_cp") if along.ndim > 1 else along
-    ShardedParameters(cut, sharers, experts, ranks.sizes.get("dp", 1), sharding)
-    for module in cut.modules():
-        if (entry := entry_of(module)) is not None:
-            entry.learns = False  # later calls give out all parameters at once
+    ShardedParameters(cut, _sharers(mesh, ranks), _sharers_of_experts(ranks), ranks.sizes.get("dp", 1), sharding)
+    _give_out_by_block(cut)
     if hasattr(type(cut), "save_pretrained") and without_peft(cut) is cut:
         cut.save_pretrained = partial(save_pretrained, cut, cut)  # type: ignore[assignment]
     return cut
+
+
+def _sharers(mesh: Any, ranks: MeshRanks) -> DeviceMesh:
+    """Return the ranks that share parameters with zero=3."""
+    shared = tuple(name for name in ("dp", "cp") if ranks.sizes.get(name, 1) > 1)
+    along = mesh if mesh.ndim == 1 else mesh[shared]
+    return along._flatten("dp_cp") if along.ndim > 1 else along
+
+
+def _sharers_of_experts(ranks: MeshRanks) -> DeviceMesh | None:
+    return None if ranks.experts is None else ranks.experts["replica_group"]
+
+
+def _give_out_by_block(model: nn.Module) -> None:
+    """Let all calls of a model that shares its sequence run as the first: others give out all parameters at once."""
+    for module in model.modules():
+        if (entry := entry_of(module)) is not None:
+            entry.learns = False
 
 
 def _tune_at_first_call(model: nn.Module, tune: bool) -> None:

@@ -102,7 +102,7 @@ def check_replicas(model: nn.Module) -> None:
     for ranks in sharers:
         shared = {name: x for name, x in tensors.items() if not split_over(x, ranks) and not isinstance(x, DTensor)}
         compared.append((ranks, shared, "share the sequence"))
-    replicated = {name: x for name, x in parameters.items() if name not in apart}
+    replicated = {name: x for name, x in parameters.items() if name not in apart and not isinstance(x, DTensor)}
     compared += [(ranks, replicated, "are replicas") for ranks in _replicas(model)]
     for ranks in dict.fromkeys(apart.values()):
         of_ranks = {

@@ -75,8 +75,10 @@ class ShardedParameters:
         model: what the other kinds of parallelism made of the model; changed in place.
         mesh: the ranks that share the parameters: those of "dp", and of "cp", which have equal gradients.
         experts: the ranks that share those of experts over "ep".
-        replicas: size of "dp", over which gradients are averaged.
+        replicas: size of "dp".
         options: further options of `torch.distributed.fsdp.fully_shard`.
+        average: average gradients over "dp"; False adds them up.
+        layers: the modules that are called, by name, of a model that is not called itself. None: the model is.
 
     Raises:
         ValueError: the model cannot be wrapped; raised on every rank.
@@ -90,9 +92,12 @@ class ShardedParameters:
         experts: DeviceMesh | None,
         replicas: int,
         options: Mapping[str, Any],
+        average: bool = True,
+        layers: Mapping[str, nn.Module] | None = None,
     ):
-        self.ranks, self._replicas = communicator(mesh), replicas
-        check_same(model, self.ranks, {"zero": 3}, _obstacle(model))
+        self.ranks, self._divisor = communicator(mesh), replicas if average else 1
+        self._copies = self.ranks.world_size // replicas  # equal gradients of ranks of "cp"
+        check_same(model, self.ranks, {"zero": 3}, obstacle_of(model, layers))
         broadcast_first(model, self.ranks)
         options = {"reshard_after_forward": True, **options}  # else optimizers and norms could meet gathered parameters
         apart, self._alone = _experts_in(model), list[nn.Module]()
@@ -102,10 +107,16 @@ class ShardedParameters:
             name: {key: value for key, value in vars(x).get(ATTRIBUTE, {}).items() if key not in _LOST}
             for name, x in model.named_parameters(remove_duplicate=False)
         }
-        for name, module in {**apart, **_blocks_alone(model), "": model}.items():
+        before = [(module, name, x) for module in model.modules() for name, x in module._parameters.items()]
+        called = {**_blocks_alone(model), "": model} if layers is None else layers
+        for name, module in {**apart, **called}.items():
             of_module = experts if experts is not None and name in apart else mesh
             fully_shard(module, mesh=of_module, ignored_params=set(self._whole()), **options)
             self._connect(module, of_module)
+        sharded = {x: now for module, name, x in before if (now := module._parameters[name]) is not x}
+        for module, name, x in before:  # FSDP2 knows no names outside of the modules that are called
+            if x in sharded:
+                module._parameters[name] = sharded[x]
         self._mark(model)
         model.register_load_state_dict_pre_hook(_reshard)
         for module in model.modules():
@@ -114,17 +125,22 @@ class ShardedParameters:
         model.register_forward_pre_hook(self)
         model.register_forward_hook(_recover, always_call=True)
         self._again = partial(ShardedParameters, mesh=mesh, experts=experts, replicas=replicas, options=options)
+        self._copyable = layers is None
         self._override(model)
 
     def _override(self, model: Any) -> None:
-        model._apply, model.__deepcopy__ = partial(self._applied, model), partial(self._copied, model)
+        model._apply = partial(self._applied, model)
+        if self._copyable:
+            model.__deepcopy__ = partial(self._copied, model)
 
     def _connect(self, module: Any, mesh: DeviceMesh) -> None:
         """Give a module of FSDP2 weft's collectives, and let it see parts of a sequence."""
         module.set_custom_all_gather(FSDPAllGather(mesh))
         module.set_custom_reduce_scatter(FSDPReduceScatter(mesh))
-        if communicator(mesh) != self.ranks:  # experts get the tokens of several ranks of dp
-            module.set_gradient_divide_factor(self._replicas)
+        of_all = communicator(mesh) == self.ranks
+        divisor = self._divisor * self._copies if of_all else self._divisor  # experts get tokens of several ranks of dp
+        if divisor != mesh.size():
+            module.set_gradient_divide_factor(divisor)
             module.set_force_sum_reduction_for_comms(True)
         state = _state_of(module)
         state._register_pre_backward_hook = partial(_of_parts, state._register_pre_backward_hook)
@@ -137,10 +153,14 @@ class ShardedParameters:
     def __call__(self, module: nn.Module, *_) -> None:
         if module.training:
             broadcast_buffers(module, self.ranks)
+        self.average_whole()
+
+    def average_whole(self) -> None:
+        """Let backward average the gradients of experts that no other rank has."""
         for x in self._whole():
             if x.requires_grad and not metadata(x, "averaged"):
                 set_metadata(x, "averaged", True)
-                x.register_hook(lambda gradient: gradient / self._replicas)
+                x.register_hook(lambda gradient: gradient / self._divisor)
 
     def _whole(self) -> Iterator[nn.Parameter]:
         """Yield the experts' parameters that no other rank has. They get tokens of all ranks of dp."""
@@ -212,8 +232,14 @@ def _remove_sharding(module: nn.Module) -> None:
         vars(module).pop(key, None)
 
 
-def _obstacle(model: nn.Module) -> str:
+def obstacle_of(model: nn.Module, layers: Mapping[str, nn.Module] | None) -> str:
     """Return why FSDP2 cannot shard the model; "" if it can."""
+    if layers is not None:
+        found = Counter(id(x) for layer in layers.values() for x in layer.parameters())
+        for name, x in model.named_parameters():
+            if found[id(x)] != 1:
+                where = "is shared by layers of one rank" if found[id(x)] else "is outside of the layers"
+                return f"{name!r} {where}, which a Pipeline with zero=3 gathers layer by layer"
     if any(isinstance(x, DTensor) for x in model.parameters()):
         return "a parameter is a DTensor already: pass the model before fully_shard"
     trained: dict[torch.dtype, str] = {}

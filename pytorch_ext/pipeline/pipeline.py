@@ -23,6 +23,7 @@ from weft.comm.registry import communicator
 from weft.context_parallel.region import agreed, share_in_stages
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot
+from weft.data_parallel.fully_sharded import ShardedParameters, obstacle_of
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.reducer import Reducer
 from weft.invariant.unit_outputs import mean_of_units
@@ -190,6 +191,7 @@ class Pipeline(nn.Module):
         self._clock = StageClock(self._device)
         self._schedules: dict[str, _BuiltSchedule] = {}  # by the shapes of a batch, the last used one at the end
         self._reducer: Reducer | None = None  # over "dp", made with the first step
+        self._sharded: ShardedParameters | None = None
         self._kinds: list[tuple] = []  # of each parameter then: requires_grad, dtype, device
         if self._units is not None:
             self._shared_by = self._ranks, communicator(along["dp"])  # ranks that the units lie on
@@ -200,6 +202,33 @@ class Pipeline(nn.Module):
         shards = [shard for shard in map(shard_of, self.parameters()) if shard is not None]
         splitters = {shard.communicator for shard in shards if shard.replicas is None}  # ranks of "ep" have own batches
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), checks)
+
+    def shard_parameters(self, mesh: DeviceMesh, experts: DeviceMesh | None, options: Mapping[str, Any]) -> None:
+        """Share the parameters over ranks of "dp" and "cp", layer by layer: parallelize's zero=3. A collective call.
+
+        Args:
+            mesh: these ranks.
+            experts: the ranks that share parameters of experts over "ep".
+            options: further options of `torch.distributed.fsdp.fully_shard`.
+
+        Raises:
+            ValueError: a rank has several stages, or the schedule splits backward; a parameter is outside of the
+                layers, or of several; the layers cannot be wrapped. Raised on every rank.
+        """
+        if self._total != self._ranks.world_size or self._name == "zero-bubble":
+            raise ValueError(
+                f"Pipeline: zero=3 is not supported with the schedule {self._name!r}, whose ranks have several stages "
+                'or take backward in two halves: use "afab" or "1f1b"'
+            )
+        here = {id(module) for stage in self._stages.values() for module in stage.modules()}
+        layers = {name: layer for name, layer in self._cut.layers.items() if id(layer) in here}
+        trained = {name: layer for name, layer in layers.items() if any(True for _ in layer.parameters())}
+        if obstacle := next(filter(None, self._ranks.all_gather_object(obstacle_of(self, trained))), ""):
+            raise ValueError(f"Pipeline: {obstacle}")
+        replicas = 1 if self._replicas is None else self._replicas.world_size
+        average = self._reduction == "mean"
+        self._sharded = ShardedParameters(self, mesh, experts, replicas, options, average, trained)
+        self._renew()
 
     def step(
         self, inputs: Inputs, targets: torch.Tensor | None = None, *, record_timeline: bool = False
@@ -234,6 +263,8 @@ class Pipeline(nn.Module):
             self._clock.start()
         earlier = self._put_aside()
         reducer = self._reducer_over_replicas()
+        if self._sharded is not None:
+            self._sharded.average_whole()
         for running in schedule.running.values():
             running.reducer, running.backwards_left = reducer, self._microbatches
         if reducer is not None:
@@ -398,7 +429,7 @@ class Pipeline(nn.Module):
 
     def _reducer_over_replicas(self) -> Reducer | None:
         """Return what sums gradients over "dp" as they become ready; None without "dp" and in units."""
-        if self._replicas is None or self._units is not None:
+        if self._replicas is None or self._units is not None or self._sharded is not None:
             return None
         kinds = [(parameter.requires_grad, parameter.dtype, parameter.device) for parameter in self._parameters_here]
         if not any(kind[0] for kind in kinds):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.comm.communicator import Communicator
 from weft.comm.p2p import send_recv
@@ -48,7 +49,8 @@ class Ties:
         """Set every copy to the copy of the first holder. Copies on the meta device follow once they have values."""
         for tie in self.ties:
             if not tie.parameter.is_meta:
-                tie.parameter.copy_(self._exchange(tie, tie.parameter.detach())[0])
+                here = local(tie.parameter.detach())
+                here.copy_(self._exchange(tie, here)[0])
 
     def renew(self, changed: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Replace parameters that have changed, on all holders alike."""
@@ -75,11 +77,14 @@ class Ties:
                 continue
             own = None if tie.parameter.grad is None else local(tie.parameter.grad)
             wide = torch.float64 if tie.parameter.dtype == torch.float64 else torch.float32
-            parts = self._exchange(tie, torch.zeros_like(tie.parameter) if own is None else own)
+            parts = self._exchange(tie, torch.zeros_like(local(tie.parameter.detach())) if own is None else own)
             total = parts[0].to(wide)
             for part in parts[1:]:
                 total = total + part
-            tie.parameter.grad = gradient_like(tie.parameter, total.to(tie.parameter.dtype))
+            summed = total.to(tie.parameter.dtype)
+            if isinstance(tie.parameter, DTensor):
+                summed = DTensor(summed, tie.parameter._spec, requires_grad=False)
+            tie.parameter.grad = gradient_like(tie.parameter, summed)
 
     def parts_of_all(self, tie: Tie, own: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the gradients of all stages that use a parameter, by stage, from those of this rank's stages."""

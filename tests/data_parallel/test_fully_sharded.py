@@ -1,6 +1,7 @@
 """zero=3: parameters sharded over dp, on any mesh, learn what the unsplit model learns."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def shared_by_blocks():
 MODELS = {
     "llama": Llama,
     "tied": TiedModel,
+    "tied llama": partial(Llama, tied=True),
     "frozen": frozen,
     "shared": shared_by_blocks,
     "experts": Mixture,
@@ -125,6 +127,53 @@ def test_it_learns_what_the_unsplit_model_learns(world, sizes, by_torch):
 )
 def test_so_do_other_models_meshes_and_options(name, world, sizes, options):
     run_ranks(check_learning, world, name, sizes, True, {"zero": 3} | options)
+
+
+def check_stages(rank, name, sizes, schedule, reduction, path):
+    expected, state = unsplit(name, 6)
+    mesh = weft.init_mesh(**sizes)
+    replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    scale = 1 if reduction == "mean" else 1 / (2 * replicas)  # the loss of a micro-batch is a mean
+
+    def loss(logits, targets):
+        return scale * loss_of(logits, targets)
+
+    options = {"microbatches": 2, "loss": loss, "schedule": schedule, "reduction": reduction}
+    model = weft.parallelize(plain_model(name), mesh, zero=3, pipeline=options)
+    assert not [x for x in model.parameters() if not hasattr(x, "to_local")] or "ep" in sizes
+    optimizer = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=1e-2, weight_decay=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        found = model.step(*batch(step, place, replicas))
+        norm = norm_by_torch(model) if step % 2 else weft.clip_grad_norm_(model, 0.1)
+        assert (found.item(), float(norm)) == pytest.approx(expected[step], rel=1e-9, abs=0), f"step {step}"
+        optimizer.step()
+        if step == 2:
+            model.evaluate(*batch(step, place, replicas))
+            weft.save_checkpoint(model, optimizer, path)
+            weft.load_checkpoint(model, optimizer, path)
+    for key, value in weft.full_state_dict(model).items():
+        assert (value - state[key]).abs().max() <= 1e-9, key
+    weft.check_replicas(model)
+
+
+def test_a_pipelines_layers_share_their_parameters(tmp_path):
+    run_ranks(check_stages, 4, "llama", {"pp": 2, "dp": 2}, "1f1b", "mean", tmp_path)
+
+
+@pytest.mark.slow("data_parallel", "pipeline", "sharding")
+@pytest.mark.parametrize(
+    ("name", "world", "sizes", "schedule", "reduction"),
+    [
+        ("tied llama", 4, {"pp": 2, "dp": 2}, "afab", "sum"),
+        ("frozen", 4, {"pp": 2, "dp": 2}, "1f1b", "mean"),
+        ("experts", 4, {"pp": 2, "dp": 2, "ep": 2}, "1f1b", "mean"),
+        ("llama", 8, {"pp": 2, "dp": 2, "tp": 2}, "1f1b", "sum"),
+        ("llama", 8, {"pp": 2, "dp": 2, "cp": 2}, "1f1b", "sum"),
+    ],
+)
+def test_so_do_those_of_other_pipelines(name, world, sizes, schedule, reduction, tmp_path):
+    run_ranks(check_stages, world, name, sizes, schedule, reduction, tmp_path)
 
 
 def trained(sizes, zero, name="llama"):
@@ -346,9 +395,16 @@ def refuse(rank):
         torch.optim.Adafactor(model.parameters()).step()
     with pytest.raises(ValueError, match="zero=3 is not supported with invariant=4"):
         weft.parallelize(plain_model("llama"), mesh, zero=3, invariant=4)
-    stages = weft.init_mesh(pp=2, dp=2)
-    with pytest.raises(ValueError, match="zero=3 is not supported with pipeline"):
-        weft.parallelize(plain_model("llama"), stages, zero=3, pipeline={"microbatches": 2, "loss": loss_of})
+    stages, pipeline = weft.init_mesh(pp=2, dp=2), {"microbatches": 2, "loss": loss_of}
+    for name, zero, more, message in (
+        ("llama", 1, {}, "zero=1 is not supported with pipeline"),
+        ("llama", 3, {"schedule": "interleaved"}, "zero=3 is not supported with the schedule 'interleaved'"),
+        ("llama", 3, {"schedule": "zero-bubble"}, "zero=3 is not supported with the schedule 'zero-bubble'"),
+        ("tied", 3, {}, "'position.weight' is outside of the layers"),
+        ("shared", 3, {}, "is shared by layers of one rank"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            weft.parallelize(plain_model(name), stages, zero=zero, pipeline=pipeline | more)
 
 
 def test_what_it_cannot_do_is_refused_on_every_rank():
