@@ -124,6 +124,28 @@ def test_so_do_other_meshes_models_and_options(kind, world, sizes, options, zero
     run_ranks(check_learning, world, kind, sizes, options, zero, shared)
 
 
+class LlamaInUnits(Llama):
+    KV_HEADS, HIDDEN, WORDS = 4, 32, 40
+
+
+def state_in_units(rank, sizes):
+    mesh = weft.init_mesh(**sizes)
+    torch.manual_seed(0)
+    model = weft.parallelize(LlamaInUnits(), mesh, invariant=4)
+    optimizer = weft.Muon(groups_of(model.named_parameters()), lr=0.02, replicas=mesh["dp"])
+    for step in range(2):
+        optimizer.zero_grad()
+        part = batch(step, mesh["dp"].get_local_rank(), mesh["dp"].size())
+        model.in_units(lambda unit: loss_of(model(unit[0]), unit[1]), part).backward()
+        optimizer.step()
+    return weft.state_hash(model, optimizer)
+
+
+def test_with_invariant_it_has_the_same_bits_on_every_mesh():
+    meshes = {1: {}, 2: {"tp": 2}, 4: {"dp": 2, "tp": 2}}
+    assert len({run_ranks(state_in_units, world, sizes)[0] for world, sizes in meshes.items()}) == 1
+
+
 class Fused(nn.Module):
     """Query, key and value in one matrix."""
 
