@@ -294,6 +294,31 @@ def test_what_looks_between_forward_and_step_sees_the_parts():
     run_ranks(look_between, 4)
 
 
+def overflow(rank):
+    mesh = weft.init_mesh(dp=2, tp=2)
+    model = weft.parallelize(plain_model("llama").float(), mesh, zero=3)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    tokens, targets = batch(0, mesh["dp"].get_local_rank(), 2)
+    states = []
+    for step in range(3):
+        states.append(weft.state_hash(model))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(tokens), targets)
+        scaler.scale(loss).backward()
+        if step == 1 and rank == 0:
+            model.blocks[1].mlp.up.weight.grad.to_local().fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+    states.append(weft.state_hash(model))
+    assert states[1] == states[2] and len(set(states)) == 3
+
+
+def test_an_overflow_in_one_ranks_part_skips_the_step_on_all():
+    run_ranks(overflow, 4)
+
+
 def step_by_norms(rank, kind, path):
     mesh = weft.init_mesh(dp=2, tp=2)
     plain, model = plain_model("llama"), weft.parallelize(plain_model("llama"), mesh, zero=3)
