@@ -349,7 +349,7 @@ def refuses_settings(rank, folder):
     mesh = weft.init_mesh(tp=2, device_type="cpu")
     for option, value, message in (
         ("push_to_hub", True, "upload the folder"),
-        ("fsdp", "full_shard", "split already"),
+        ("fsdp", "full_shard", "zero=3"),
         ("use_liger_kernel", True, "as if they were whole"),
         ("use_cpu", False, "is not possible with a mesh of cpu"),
     ):
