@@ -294,6 +294,30 @@ def test_what_looks_between_forward_and_step_sees_the_parts():
     run_ranks(look_between, 4)
 
 
+def experts_of_one_rank(rank):
+    mesh = weft.init_mesh(dp=2, ep=2)
+    plain = plain_model("experts")
+    frozen = copy.deepcopy(plain)
+    for layer in frozen.layers:
+        layer.experts.requires_grad_(False)
+    model = weft.parallelize(frozen, mesh, zero=3)
+    for layer in model.layers:
+        layer.experts.requires_grad_(True)
+    (tokens, targets), part = batch(0), batch(0, mesh["dp"].get_local_rank(), 2)
+    loss_of(plain(tokens), targets).backward()
+    norm = nn.utils.get_total_norm([x.grad for x in plain.parameters()])
+    for again in (False, True):
+        if again:
+            model.load_state_dict(model.state_dict(), assign=True)
+        model.zero_grad()
+        loss_of(model(part[0]), part[1]).backward()
+        torch.testing.assert_close(weft.clip_grad_norm_(model, 1e9), norm, rtol=1e-9, atol=0)
+
+
+def test_experts_that_one_rank_has_alone_are_averaged_over_dp():
+    run_ranks(experts_of_one_rank, 2)
+
+
 def overflow(rank):
     mesh = weft.init_mesh(dp=2, tp=2)
     model = weft.parallelize(plain_model("llama").float(), mesh, zero=3)
