@@ -1,7 +1,8 @@
 """weft bench sharded_parameters: parameters sharded over dp (zero=3) beside FSDP2 over gloo, and Muon on several ranks.
 
-A step is forward, backward and AdamW. Memory is what a rank holds of parameters, gradients and moments after a step,
-as a multiple of its share. Muon's time is that of a step of the optimizer alone, beside one process's on one thread.
+A step is forward, backward and AdamW. A third step bounds the ratio: in it each rank takes its own part for those of
+the others, and waits for nobody. Memory is what a rank holds of parameters, gradients and moments after a step, as a
+multiple of its share. Muon's time is that of a step of the optimizer alone, beside one process's on one thread.
 """
 
 import argparse
@@ -17,11 +18,13 @@ import weft
 from weft.bench.host_calls import BATCH, GPT, SEQUENCE, WORDS
 from weft.bench.measure import alternate, slowest_rank
 from weft.bench.table import Row
+from weft.data_parallel.comm_hooks import FSDPAllGather, FSDPReduceScatter
 from weft.sharding.sharded_grad import local
 from weft.testing.models import loss_of
 from weft.testing.ranks import run_ranks
 
 PEER = "FSDP2 over gloo"
+ALONE = "FSDP2 without waiting"
 ONE = "torch.optim.Muon, one process"
 LIMIT = "the share of a rank: a W-th of the parameters, gradients and moments, and of the matrices to orthogonalise"
 _MODEL = f"GPT of 6 layers of width 256, {BATCH * SEQUENCE} tokens float32"
@@ -46,10 +49,15 @@ def _measure_steps(rank: int, rounds: int) -> tuple[dict[str, list[float]], floa
     ours = weft.parallelize(_gpt(), weft.init_mesh(dp=world), zero=3)
     theirs = _gpt()
     gloo = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
-    for module in (*theirs.blocks, theirs):
-        fully_shard(module, mesh=gloo)
+    alone = _gpt()
+    for gpt in (theirs, alone):
+        for module in (*gpt.blocks, gpt):
+            fully_shard(module, mesh=gloo)
+            if gpt is alone:
+                module.set_custom_all_gather(_OwnParts())
+                module.set_custom_reduce_scatter(_OwnSum())
     steps = {}
-    for name, model in (("weft", ours), (PEER, theirs)):
+    for name, model in (("weft", ours), (PEER, theirs), (ALONE, alone)):
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         steps[name] = _step(model, optimizer, tokens)
         steps[name]()
@@ -58,6 +66,18 @@ def _measure_steps(rank: int, rounds: int) -> tuple[dict[str, list[float]], floa
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(local(a.detach()), local(b.detach()), rtol=1e-3, atol=1e-4)
     return alternate(steps, meet=dist.barrier, rounds=rounds, calls=1), held
+
+
+class _OwnParts(FSDPAllGather):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        for part in output_tensor.chunk(group.size()):
+            if part.data_ptr() != input_tensor.data_ptr():
+                part.copy_(input_tensor)
+
+
+class _OwnSum(FSDPReduceScatter):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        torch.sum(input_tensor.view(group.size(), -1), 0, out=output_tensor)
 
 
 def _measure_muon(rank: int, zero: int, rounds: int) -> dict[str, list[float]]:

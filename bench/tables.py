@@ -147,10 +147,13 @@ def _sharded_optimizer(rows: list[Row]) -> list[list[str]]:
 
 
 def _sharded_parameters(rows: list[Row]) -> list[list[str]]:
-    found = [["step on", "weft", "FSDP2 over gloo", "ratio", "parameters, gradients and moments of a rank"]]
+    peers = "FSDP2 over gloo", "FSDP2 without waiting"
+    found = [["step on", "weft", *peers, "ratio", "without waiting", "parameters, gradients and moments of a rank"]]
     for row in (row for row in rows if "memory_of_share" in row):
-        times = [_ms(row["times"][name]) for name in ("weft", row["peer"])]
-        found.append([row["mesh"], *times, f"{row['ratio']:.2f}x", f"{row['memory_of_share']:.3f} of its share"])
+        gloo, alone = (row["times"][name]["p50_us"] for name in peers)
+        times = [_ms(row["times"][name]) for name in ("weft", *peers)]
+        ratios = [f"{ratio:.2f}x" for ratio in (row["ratio"], gloo / alone)]
+        found.append([row["mesh"], *times, *ratios, f"{row['memory_of_share']:.3f} of its share"])
     return found
 
 

@@ -308,7 +308,8 @@ def _reshard(model: nn.Module, *_) -> None:
 
 
 def _mark_gathered(module: nn.Module, *_) -> None:
-    """Mark the gathered parameters of a block, which FSDP2 makes in its first forward."""
+    """Mark the gathered parameters of a block, which FSDP2 makes in its first forward and keeps."""
+    remove_hooks(module, _mark_gathered)
     for part in module.modules():
         for name, x in part._parameters.items():
             if type(x) is nn.Parameter and ATTRIBUTE not in vars(x):
