@@ -325,6 +325,46 @@ def test_what_needs_all_features_is_refused_between_a_column_and_a_row_layer():
     run_ranks(check_between, 2)
 
 
+class Beside(nn.Module):
+    """Two layers side by side, whose features meet, before a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 20), nn.Linear(6, 20), nn.Linear(20, 6)
+
+    def forward(self, x):
+        return self.down(self.gate(x).relu() * self.up(x))
+
+
+def check_cuts(rank):
+    torch.manual_seed(0)
+    whole, x = Beside().double(), torch.randn(2, 3, 6, dtype=torch.float64)
+    alike = {"parts": (8, 12)}
+    for gate, up, down, message in (
+        (alike, alike, alike, None),
+        ({"unit": 4}, {"unit": 4}, {"unit": 4}, None),
+        (alike, alike, {}, "gate gives .* rank 0 has 0 to 4 and 8 to 14 of them, where down takes 0 to 10"),
+        ({}, {}, alike, "gate gives .* rank 0 has 0 to 10 of them, where down takes 0 to 4 and 8 to 14"),
+        ({"unit": 4}, {"unit": 4}, {}, "rank 0 has 0 to 12 of them, where down takes 0 to 10: give both the same unit"),
+        ({}, alike, {}, "gate gives .* rank 0 has 0 to 10 of them, where up takes 0 to 4 and 8 to 14"),
+    ):
+        plan = {
+            "gate": {"style": "column", **gate},
+            "up": {"style": "column", **up},
+            "down": {"style": "row", **down},
+        }
+        if message is None:
+            model = weft.parallelize(copy.deepcopy(whole), plan=plan)
+            torch.testing.assert_close(model(x), whole(x))
+        else:
+            with pytest.raises(ValueError, match=message):
+                weft.parallelize(copy.deepcopy(whole), plan=plan)
+
+
+def test_features_that_meet_must_be_cut_alike():
+    run_ranks(check_cuts, 2)
+
+
 def check_first_calls(rank):
     split = {"up": "column", "down": "row"}
     model = weft.parallelize(Between(lambda m, h, x: h.softmax(-1), inputs=2), plan=split)

@@ -29,6 +29,7 @@ from weft.forward import FunctionMode
 from weft.forward.running import followed, is_running
 from weft.nn import OwnDropout2d, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention, ShardedDropout
 from weft.nn.sharded import ShardedModule, ShardHolder
+from weft.sharding.sizes import Cut
 from weft.tensor_parallel.auto.example_inputs import calling, calls
 from weft.tensor_parallel.auto.plan import AutomaticPlan, conflict_in
 from weft.tensor_parallel.auto.propagation import Flow, Propagation
@@ -85,7 +86,7 @@ class OwnPlan:
     Attributes:
         columns: layers that give each rank a part of their features, to the parts of a fused projection.
         rows: layers that take such a part.
-        sizes: each of these layers to the numbers of split features on the ranks.
+        cuts: each of these layers to the split features that each rank has.
         summed: modules with gradients that are summed over the ranks.
         drops: modules whose random numbers differ between parts; None if they are not checked.
     """
@@ -93,7 +94,7 @@ class OwnPlan:
     world_size: int
     columns: Mapping[str, tuple[int, ...] | None]
     rows: Collection[str]
-    sizes: Mapping[str, Sequence[int]]
+    cuts: Mapping[str, Cut]
     summed: Collection[str]
     drops: Collection[str] | None = None
 
@@ -125,7 +126,7 @@ class OwnPlan:
                     'them: split the layer before it by columns, or say {"style": "row", "split_input": True}'
                 )
             if isinstance(found, Propagation):
-                misuse = self._of_pieces(found) or self._of_units(found) or self._of_sums(twin, flow, found)
+                misuse = self._of_pieces(found) or self._of_cuts(found) or self._of_sums(twin, flow, found)
                 return self._message(*misuse) if misuse else self._of_drops(whole, found)
             return self._message(*found)
         return None
@@ -156,15 +157,16 @@ class OwnPlan:
                 return layer, f'the model takes pieces of {sizes} features of it: say "parts": {tuple(sizes)}'
         return None
 
-    def _of_units(self, found: Propagation) -> tuple[str, str] | None:
-        for row, layout in found.rows.items():
-            column = layout.axis.layer
-            given, taken = self.sizes.get(column, ()), self.sizes.get(row, ())
-            if self.columns.get(column) is None and sum(given) == sum(taken) and given != taken:
-                text = (
-                    f"{row} takes {list(taken)} of them on the ranks, which have {list(given)}: give both the same unit"
-                )
-                return column, text
+    def _of_cuts(self, found: Propagation) -> tuple[str, str] | None:
+        taken = [(row, layout.axis, 0, layout.extent) for row, layout in found.rows.items() if layout.copies == 1]
+        taken += [(other.layer, axis, other.start, other.stop) for axis, other in found.met]
+        for layer, axis, start, stop in taken:
+            has = _ends(self.cuts[axis.layer], axis.start, axis.stop)
+            takes = _ends(self.cuts[layer], start, stop)
+            for rank, (one, other) in enumerate(zip(has, takes, strict=True)):
+                if [end * (stop - start) for end in one] != [end * axis.size for end in other]:
+                    there = f"rank {rank} has {_places(one)} of them, where {layer} takes {_places(other)}"
+                    return axis.layer, f"{there}: give both the same unit and parts"
         return None
 
     def _of_sums(self, twin: nn.Module, flow: Flow, found: Propagation) -> tuple[str, str] | None:
@@ -209,8 +211,25 @@ def _own_plan(model: nn.Module, split: SplitLayers, world: int, in_units: bool) 
         return None  # such a module communicates
     drops = [name for name, layer in replacements.items() if draws_for_parts(layer)] if in_units else None
     columns = {name: parts for name, parts in columns.items() if name in names}
-    sizes = {name: linear[name].shards["weight"].sizes for name in (*columns, *rows)}
-    return OwnPlan(world, columns, rows, sizes, split.summed, drops)
+    cuts = {name: linear[name].shards["weight"].cut for name in (*columns, *rows)}
+    return OwnPlan(world, columns, rows, cuts, split.summed, drops)
+
+
+def _ends(cut: Cut, start: int, stop: int) -> list[list[int]]:
+    """Return the first and last ends of what each rank has of the features start to stop, counted from start."""
+    found = []
+    for of_rank in cut.stretches:
+        ends: list[int] = []
+        for one, other in of_rank:
+            begin, end = max(one, start) - start, min(other, stop) - start
+            if begin < end:
+                ends = [*ends[:-1], end] if ends and ends[-1] == begin else [*ends, begin, end]
+        found.append(ends)
+    return found
+
+
+def _places(ends: Sequence[int]) -> str:
+    return " and ".join(f"{start} to {stop}" for start, stop in zip(ends[::2], ends[1::2], strict=True)) or "none"
 
 
 # The first call of each kind

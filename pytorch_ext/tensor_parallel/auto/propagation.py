@@ -76,6 +76,7 @@ class Propagation:
         whole: layers that take and give whole features.
         refused: layer to the reason why its output is not split.
         summed: parameters that stay whole and have gradients that are summed over the ranks.
+        met: pairs of axes that operations use together.
     """
 
     world_size: int
@@ -87,6 +88,7 @@ class Propagation:
     whole: set[str] = field(default_factory=set)
     refused: dict[str, str] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
+    met: list[tuple[Axis, Axis]] = field(default_factory=list)
 
     def local_size(self, axis: Axis) -> list[int]:
         """Return each rank's number of features of the axis."""
@@ -240,6 +242,7 @@ class Flow:
                 for value, layout in zip(node.outputs, layouts, strict=False)
                 if value is not None and layout is not None
             }
+        found.met = meeting.same
         return found
 
     def _hooked(self) -> dict[str, str]:
