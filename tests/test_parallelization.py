@@ -280,11 +280,11 @@ OPERATIONS = {
     "softmax": (lambda m, h, x: h.softmax(-1), "_softmax in the model goes over all of its features"),
     "softmax of the sequence": (lambda m, h, x: h.softmax(1), None),
     "norm": (lambda m, h, x: F.layer_norm(h, (10,)), "native_layer_norm in the model goes over"),
-    "length": (lambda m, h, x: h / h.norm(dim=-1, keepdim=True), "linalg_vector_norm in the model sums over"),
+    "length": (lambda m, h, x: h / h.norm(dim=-1, keepdim=True), "linalg_vector_norm in the model goes over"),
     "length of the sequence": (lambda m, h, x: h / h.norm(dim=1, keepdim=True), None),
     "topk": (lambda m, h, x: h * (h >= h.topk(2).values[..., -1:]), "topk in the model goes over"),
-    "argmax": (lambda m, h, x: h * h.argmax(-1, keepdim=True), "argmax in the model sums over"),
-    "largest": (lambda m, h, x: h - h.max(-1, keepdim=True).values, "max in the model sums over"),
+    "argmax": (lambda m, h, x: h * h.argmax(-1, keepdim=True), "argmax in the model goes over"),
+    "largest": (lambda m, h, x: h - h.max(-1, keepdim=True).values, "max in the model goes over"),
     "two halves": (lambda m, h, x: torch.cat(h.chunk(2, -1)[::-1], -1), "cat in the model joins features"),
     "gate that is whole": (lambda m, h, x: h * m.gate(x), "an activation that is whole, and its gradient"),
     "weight that is whole": (
@@ -363,6 +363,56 @@ def check_cuts(rank):
 
 def test_features_that_meet_must_be_cut_alike():
     run_ranks(check_cuts, 2)
+
+
+class GroupedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(8, 96), nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(96, 8)
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+def check_heads(rank):
+    torch.manual_seed(0)
+    whole, x = GroupedAttention().double(), torch.randn(2, 5, 8, dtype=torch.float64)
+    plan = {name: {"style": "row" if name == "o" else "column", "unit": 8} for name in "qkvo"}
+    with pytest.raises(ValueError, match='rank 1 has 48 to 96 of them, and 16 to 24 of the k they use: say "heads"'):
+        weft.parallelize(copy.deepcopy(whole), plan=plan)  # 12 query heads are cut 6 + 6, 3 KV heads 2 + 1
+    with_heads = {name: {**entry, "heads": (12, 3)} for name, entry in plan.items()}
+    torch.testing.assert_close(weft.parallelize(copy.deepcopy(whole), plan=with_heads)(x), whole(x))
+
+
+def test_a_rank_has_the_key_value_heads_that_its_query_heads_use():
+    run_ranks(check_heads, 2)
+
+
+class Tied(nn.Module):
+    """A head that is a function of the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.up, self.down = nn.Embedding(31, 8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, tokens):
+        h = self.emb(tokens)
+        return F.linear(h + self.down(F.relu(self.up(h))), self.emb.weight)
+
+
+def check_uses_outside(rank):
+    for plan in ({"emb": "vocabulary", "up": "column", "down": "row"}, {"emb": "vocabulary"}):
+        with pytest.raises(ValueError, match="emb is split, and its weight is also used by t in the model"):
+            weft.parallelize(Tied(), plan=plan)
+    weft.parallelize(Tied(), plan={"up": "column", "down": "row"})
+    penalised = Between(lambda m, h, x: h / m.up.weight.norm())
+    with pytest.raises(ValueError, match="up is split, and its weight is also used by linalg_vector_norm"):
+        weft.parallelize(penalised, plan={"up": "column", "down": "row"})
+
+
+def test_a_split_weight_is_used_by_its_layer_alone():
+    run_ranks(check_uses_outside, 2)
 
 
 def check_first_calls(rank):

@@ -207,7 +207,7 @@ def _stretches_of_heads(size: int, unit: int, world: int, heads: int, kv_heads: 
         return [[(head * unit, (head + 1) * unit) for head in keys] for keys in chosen.keys]
     raise ValueError(
         f"{size} elements are neither {heads} query heads nor {kv_heads} KV heads of {unit}: give the size of a head "
-        "as unit"
+        "as unit, and the parts of a fused projection as parts."
     )
 
 

@@ -86,6 +86,7 @@ class OwnPlan:
     Attributes:
         columns: layers that give each rank a part of their features, to the parts of a fused projection.
         rows: layers that take such a part.
+        split: all layers that are split, embeddings too.
         cuts: each of these layers to the split features that each rank has.
         summed: modules with gradients that are summed over the ranks.
         drops: modules whose random numbers differ between parts; None if they are not checked.
@@ -94,6 +95,7 @@ class OwnPlan:
     world_size: int
     columns: Mapping[str, tuple[int, ...] | None]
     rows: Collection[str]
+    split: Collection[str]
     cuts: Mapping[str, Cut]
     summed: Collection[str]
     drops: Collection[str] | None = None
@@ -116,6 +118,12 @@ class OwnPlan:
             try:
                 whole = trace(twin, call, {})
                 flow = Flow(twin, whole, self.world_size)
+                if outside := [layer for layer in self.split if layer in flow.elsewhere]:
+                    return (
+                        f"parallelize: {outside[0]} is split, and {flow.elsewhere[outside[0]]}, which would take a "
+                        "part for the whole: make that use a layer that shares the weight (a tied nn.Linear), call "
+                        f"weft.parallel_linear_cross_entropy with the weight, or leave {outside[0]} whole"
+                    )
                 found = flow.misuse(self.columns, self.rows)
             except Exception as error:  # the model's code may raise, and so may a rule on unexpected arguments
                 _log.debug("the plan is not followed in a call: %s", error)
@@ -167,6 +175,13 @@ class OwnPlan:
                 if [end * (stop - start) for end in one] != [end * axis.size for end in other]:
                     there = f"rank {rank} has {_places(one)} of them, where {layer} takes {_places(other)}"
                     return axis.layer, f"{there}: give both the same unit and parts"
+        for queries, keys in found.shared:
+            head = keys.size // keys.units
+            has, takes = (_ends(self.cuts[axis.layer], axis.start, axis.stop) for axis in (queries, keys))
+            for rank, (one, other) in enumerate(zip(has, takes, strict=True)):
+                if _heads(one, head * queries.size // keys.size) != _heads(other, head):
+                    there = f"rank {rank} has {_places(one)} of them, and {_places(other)} of the {keys.layer} they use"
+                    return queries.layer, f'{there}: say "heads": (query heads, KV heads) for both'
         return None
 
     def _of_sums(self, twin: nn.Module, flow: Flow, found: Propagation) -> tuple[str, str] | None:
@@ -205,14 +220,15 @@ def _own_plan(model: nn.Module, split: SplitLayers, world: int, in_units: bool) 
     rows = [name for name, layer in linear.items() if layer.style == "row" and not layer.split_input and name in names]
     everywhere = all(first[id(model.get_submodule(name))] in replacements for name in replacements)
     followed = all(isinstance(layer, _FOLLOWED) or has_numbers(layer) for layer in replacements.values())
-    if world == 1 or not (columns or rows) or not everywhere or not followed:
+    split_alone = [name for name, layer in replacements.items() if isinstance(layer, ParallelEmbedding)]
+    if world == 1 or not (columns or rows or split_alone) or not everywhere or not followed:
         return None
     if any(isinstance(module, ShardedModule) for module in model.modules()):
         return None  # such a module communicates
     drops = [name for name, layer in replacements.items() if draws_for_parts(layer)] if in_units else None
     columns = {name: parts for name, parts in columns.items() if name in names}
     cuts = {name: linear[name].shards["weight"].cut for name in (*columns, *rows)}
-    return OwnPlan(world, columns, rows, cuts, split.summed, drops)
+    return OwnPlan(world, columns, rows, [*linear, *split_alone], cuts, split.summed, drops)
 
 
 def _ends(cut: Cut, start: int, stop: int) -> list[list[int]]:
@@ -226,6 +242,14 @@ def _ends(cut: Cut, start: int, stop: int) -> list[list[int]]:
                 ends = [*ends[:-1], end] if ends and ends[-1] == begin else [*ends, begin, end]
         found.append(ends)
     return found
+
+
+def _heads(ends: Sequence[int], size: int) -> list[int]:
+    return [
+        head
+        for start, stop in zip(ends[::2], ends[1::2], strict=True)
+        for head in range(start // size, -(-stop // size))
+    ]
 
 
 def _places(ends: Sequence[int]) -> str:

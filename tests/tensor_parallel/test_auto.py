@@ -550,7 +550,30 @@ def _filled(x):
     return gate
 
 
+class NormedGradient(torch.autograd.Function):
+    """The identity, whose backward needs all features."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx / dx.norm(dim=-1, keepdim=True)
+
+
+def with_hook(h):
+    if h.requires_grad:
+        h.register_hook(lambda dh: dh / dh.norm(dim=-1, keepdim=True))
+    return h
+
+
 BETWEEN = {
+    "a function with a backward of its own": (
+        lambda p, h, x: p.down(NormedGradient.apply(h).relu()),
+        "no rule for autograd function NormedGradient",
+    ),
+    "a tensor's hook": (lambda p, h, x: p.down(with_hook(h.relu())), "no rule for register_hook"),
     "an activation, and numbers": (lambda p, h, x: p.down(F.silu(h * 2.0) + 1), None),
     "a parameter of size 1": (lambda p, h, x: p.down(h * p.other), "p.other|has other parameters too"),
     "a norm over the features": (lambda p, h, x: p.down(p.norm(h)), "goes over all of its features"),
@@ -559,7 +582,7 @@ BETWEEN = {
     "a constant that a whole activation is written to": (lambda p, h, x: p.down(h * _filled(x)), "an activation that"),
     "a whole activation": (lambda p, h, x: p.down(h * x.norm()), "an activation that is whole, and its gradient"),
     "another layer's features": (lambda p, h, x: p.down(h * p.gate(x)), "split in different ways"),
-    "a sum": (lambda p, h, x: p.down(h - h.mean(-1, keepdim=True)), "sums over its features"),
+    "a sum": (lambda p, h, x: p.down(h - h.mean(-1, keepdim=True)), "goes over all of its features"),
     "a cut": (lambda p, h, x: p.down(F.pad(h[..., :4], (0, 6))), "joins|takes some|no rule"),
     "a count of the features": (lambda p, h, x: p.down(h * h.shape[-1]), "its code counts all of the features"),
     "a tensor of their count": (lambda p, h, x: p.down(h * torch.tensor(h.shape[-1])), "takes another constant"),
@@ -588,6 +611,15 @@ def test_only_what_works_on_each_feature_alone_may_stand_between(what):
         return
     assert paired(found) == {}
     assert any(part in why(found, "up") for part in message.split("|")), why(found, "up")
+
+
+def test_a_module_whose_gradient_a_hook_may_change_may_not_stand_between():
+    pair = Pair(lambda p, h, x: p.down(p.act(h)))
+    pair.act = nn.ReLU()
+    assert automatic_plan(pair, 2).plan == {"up": "column", "down": "row"}
+    pair.act.register_full_backward_hook(lambda module, dx, dy: (dx[0] / dx[0].norm(dim=-1, keepdim=True),))
+    found = automatic_plan(pair, 2)
+    assert paired(found) == {} and "no rule for backward hook in act" in why(found, "up")
 
 
 class Scaled(nn.Module):

@@ -70,7 +70,7 @@ class Axis:
                 raise ValueError("parts of the layer's output overlap or are not used")
             ends.append(stop)
         if ends[-1] != self.size or self.used:
-            raise ValueError("parts of the layer's output are used, and not all of it or all of it as well")
+            raise ValueError("its features are taken apart, and some are not used, or it is also used undivided")
         return [leaf for key in sorted(self.pieces) for leaf in self.pieces[key].leaves()]
 
 

@@ -290,7 +290,7 @@ def _reduce(node, layouts, meeting, place=1):
     layout = layouts[value].use()
     dims = _dims(_argument(node, place, "dim", None), len(value.shape))
     if layout.dim in dims:
-        raise ConflictError(f"{_name(node)} sums over its features")
+        raise ConflictError(f"{_name(node)} goes over all of its features")
     out = next(output for output in node.outputs if output is not None)
     after = replace(layout, minor=(), constant=frozenset())
     after = after if len(out.shape) == len(value.shape) else _without(after, dims)

@@ -77,6 +77,7 @@ class Propagation:
         refused: layer to the reason why its output is not split.
         summed: parameters that stay whole and have gradients that are summed over the ranks.
         met: pairs of axes that operations use together.
+        shared: (query heads, KV heads) of attentions in which several query heads use each KV head.
     """
 
     world_size: int
@@ -89,6 +90,7 @@ class Propagation:
     refused: dict[str, str] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
     met: list[tuple[Axis, Axis]] = field(default_factory=list)
+    shared: list[tuple[Axis, Axis]] = field(default_factory=list)
 
     def local_size(self, axis: Axis) -> list[int]:
         """Return each rank's number of features of the axis."""
@@ -161,6 +163,7 @@ class Flow:
 
     Attributes:
         owners: parameter to the modules that have it.
+        elsewhere: layer to the use of its weights outside of its own forward.
         fixed: layer to the reason why it cannot be replaced.
         lookups: modules derived from nn.Embedding, to the operation that looks up their weight's rows.
         refused: layer to the reason why its output is not split.
@@ -176,7 +179,8 @@ class Flow:
             for parameter in module.parameters(recurse=False):
                 self.owners.setdefault(names[id(parameter)], []).append(owner)
         self.lookups: dict[str, Node] = {}
-        self.fixed = self._hooked() | self._elsewhere() | inseparable(model) | uneven_groups(model, world)
+        self.elsewhere = self._elsewhere()
+        self.fixed = self._hooked() | self.elsewhere | inseparable(model) | uneven_groups(model, world)
         self.refused: dict[str, str] = {}
         self.lone = frozenset[str]()
 
@@ -242,7 +246,7 @@ class Flow:
                 for value, layout in zip(node.outputs, layouts, strict=False)
                 if value is not None and layout is not None
             }
-        found.met = meeting.same
+        found.met, found.shared = meeting.same, [(fine, coarse) for fine, coarse, _ in meeting.copied]
         return found
 
     def _hooked(self) -> dict[str, str]:

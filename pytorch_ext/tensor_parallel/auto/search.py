@@ -21,6 +21,8 @@ from weft.tensor_parallel.transformers_calls import attentions, prepare
 
 DENSE = ("nn.Linear", "transformers.Conv1D")
 _MOST_CLOSED = 200  # modules that cannot be followed inside
+_BY_HAND = "a plan by hand can still split layers of it"
+_AROUND = "the code around it could not be followed"
 _PASSED_ON = ("view", "_to_copy", "slice", "unsqueeze", "squeeze")
 GATHERED = {"style": "column", "gather_output": True}
 _LARGE = 0.01  # the share of the model's parameters from which layers of one kind are split and gathered
@@ -60,9 +62,10 @@ class Run:
 
 def structures(model: nn.Module, world: int, loss_parallel: bool, example=None) -> Iterator:
     """Yield a Structure for the model, or for each part that runs alone; (name, reason) for parts that do not run."""
-    runs = runs_of(model, calls(model) if example is None else [calling(example)])
+    runs = runs_of(model, calls(model)) if example is None else runs_of(model, [calling(example)], "the example")
     if isinstance(runs, str):
-        yield "", f"{runs}: see `example` of weft.tensor_parallel.auto.automatic_plan"
+        way_out = "see `example` of weft.tensor_parallel.auto.automatic_plan" if example is None else _BY_HAND
+        yield "", f"{runs}: {way_out}"
         yield from _parts(model, world, [name for name, _ in model.named_children()])
     else:
         yield Search("", runs, world, loss_parallel).structure()
@@ -111,11 +114,12 @@ def _unfollowed(model: nn.Module, runs: list[Run]) -> Iterator[str]:
             yield name
 
 
-def runs_of(model: nn.Module, tries) -> list[Run] | str:
+def runs_of(model: nn.Module, tries, given: str = "a guess") -> list[Run] | str:
     """Return the model's runs in training and evaluation with each attention implementation; or why there are none.
 
     Args:
         tries: calls to try, in order.
+        given: what they are, in words.
     """
     reason = "it is not known how to call it"
     tries, runs = list(tries), list[Run]()
@@ -131,7 +135,7 @@ def runs_of(model: nn.Module, tries) -> list[Run] | str:
                 tries = tries[tries.index(call) :]
                 break
             except UntraceableError as error:
-                reason = f"it was called with a guess, and {error}"
+                reason = f"it was called with {given}, and {error}"
         else:
             return reason
     return runs
@@ -207,6 +211,8 @@ class Search:
                 for name, results in found.asides(self.whole).items():
                     alone[name] = {"style": "attributes", **dict(alone.get(name, ())), "results": results}  # type: ignore[arg-type]
                 reasons = {**self.whole.closed, **found.refused, **self.kept}
+                if self.prefix:
+                    reasons = {layer: why.replace(RETURNED, _AROUND) for layer, why in reasons.items()}
                 summed = sorted({owner for name in found.summed for owner in self.flow.owners[name]})
                 return Structure(
                     self.prefix, found, numbers, alone, summed, reasons, {layer: reasons[layer] for layer in gathered}

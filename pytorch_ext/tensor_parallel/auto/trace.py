@@ -4,6 +4,7 @@ import contextlib
 import copy
 import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from weft.forward import ForwardChain, FunctionMode, Handler
 from weft.metadata import metadata, set_metadata
@@ -175,6 +177,7 @@ def trace(
         torch.default_generator.manual_seed(0)  # a model that skips random layers skips the same ones each time
         stack.enter_context(torch.no_grad())
         stack.enter_context(_functions(run))
+        stack.enter_context(_own_backwards(run))
         stack.enter_context(_Recorder(run))
         try:
             outputs = call(twin)
@@ -442,12 +445,42 @@ def _functions(run: TraceRun) -> FunctionMode:
     def dropout(func, args: tuple, kwargs: dict):
         return _dropout(run, **dict(zip(_DROPOUT, args, strict=False), **kwargs))
 
+    def differentiable(func, args: tuple, kwargs: dict):
+        return _differentiable(args[0]) and run.value(args[0]).origin != frozenset()
+
+    def hook(func, args: tuple, kwargs: dict):
+        run.record("register_hook", args[:1], {}, None)
+        return RemovableHandle(OrderedDict())
+
     table: dict[Callable, Handler] = {
+        torch.Tensor.requires_grad.__get__: differentiable,  # type: ignore[attr-defined]
+        torch.Tensor.register_hook: hook,
         torch.Tensor.__getitem__: item,
         F.scaled_dot_product_attention: attention,
         F.dropout: dropout,
     }
     return FunctionMode({**dict.fromkeys(SIZES, size), **table})
+
+
+@contextlib.contextmanager
+def _own_backwards(run: TraceRun):
+    """Record each autograd function of the model's own as one operation. Its backward may differ from its forward."""
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def recorded(cls, *args, **kwargs):
+        if cls.__module__.partition(".")[0] == "torch":  # a checkpoint
+            return apply.__get__(None, cls)(*args, **kwargs)
+        given, named = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+        with _unrecorded():
+            results = apply.__get__(None, cls)(*given, **named)
+        run.record(f"autograd function {cls.__name__}", args, kwargs, results)
+        return results
+
+    torch.autograd.Function.apply = classmethod(recorded)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 def _attention(run: TraceRun, query, key, value, **options):
@@ -492,6 +525,8 @@ def _watched(module: nn.Module, name: str, closed: dict[str, str], run: TraceRun
             run.note_arguments(name, [*zip(arguments, args, strict=False), *kwargs.items()])
             result = forward(*args, **kwargs)
             run.note_results(name, result)
+            if module._backward_hooks or module._backward_pre_hooks:
+                run.record("backward hook", ((args, kwargs), result), {}, None)
         else:
             if kind is not None:
                 run.check_input(module, *args)

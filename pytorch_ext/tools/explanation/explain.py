@@ -1,7 +1,7 @@
 """`weft.explain`: algorithm and traffic of each parallel layer of a model, and why no faster one."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None, c
 
     For each product of a layer the result names the algorithm, the data that the layer sends, and the reason why no
     faster path is taken. For a model that shares its sequence it says how the last call computed each attention, and
-    why it gathered the sequence. For an automatic plan it names the modules that stay whole on every rank, with the
-    reason.
+    why it gathered the sequence. For an automatic plan it names the modules that stay whole on every rank, and the
+    layers whose outputs are gathered, with the reason.
 
     The result prints as text. `.show()` and `rich.print` print a table, `.json()` and `.as_dict()` are for programs.
 
@@ -71,13 +71,16 @@ def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None, c
     tokens = 4096 if batch is None and tokens is None else _tokens_of(batch) if tokens is None else tokens
     if not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"explain: tokens={tokens!r} must be a whole number of at least 1")
+    plans = (metadata(module, "plan") for module in model.modules())  # the plan may be inside of a wrapper
+    plan = next((plan for plan in plans if plan is not None), None)
     return Explanation(
         tokens,
         tuple(_of_layers(model, tokens)),
         _of_sequences(model),
-        _whole(model),
+        {} if plan is None else plan.whole,
         tuple(_ranks(model)),
         calls=_calls(model) if calls else {},
+        gathered={} if plan is None else plan.gathered,
     )
 
 
@@ -151,11 +154,6 @@ def _of_sequences(model: nn.Module) -> tuple[SequenceReport, ...]:
         text = f"dimension {sharing.dim} of its arguments, {ranks.world_size} ranks, over {ranks.transport}"
         shares.append(SequenceReport(name, "shares", text if seen else f"{text}; call it once to see how"))
     return (*shares, *seen)
-
-
-def _whole(model: nn.Module) -> Mapping[str, str]:
-    plans = (metadata(module, "plan") for module in model.modules())  # the plan may be inside of a wrapper
-    return next((plan.whole for plan in plans if plan is not None), {})
 
 
 def _linear(name: str, layer: ParallelLinear, tokens: int) -> LayerReport:

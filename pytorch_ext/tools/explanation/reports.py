@@ -179,6 +179,7 @@ class Explanation:
         ranks: lines about each dimension of the mesh, and about this rank's share.
         planned: name -> entry of the automatic plan, for a model that is not split yet.
         calls: name -> hooks and steps around a module's forward; {} unless they were asked for.
+        gathered: name -> reason, for each layer that an automatic plan splits and whose outputs it gathers.
     """
 
     tokens: int | None
@@ -188,9 +189,11 @@ class Explanation:
     ranks: tuple[str, ...] = ()
     planned: Mapping[str, str] = field(default_factory=dict)
     calls: Mapping[str, str] = field(default_factory=dict)
+    gathered: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         whole = [f"{name}: whole on every rank: {why}" for name, why in self.whole.items()]
+        whole += [f"{name}: its outputs are gathered: {why}" for name, why in self.gathered.items()]
         planned = [f"{name}: {entry}" for name, entry in self.planned.items()]
         calls = [f"{name or 'the model'} is called through {text}" for name, text in self.calls.items()]
         found = [*self.ranks, *planned, *map(str, self.layers), *map(str, self.sequence), *whole, *calls]
@@ -204,6 +207,7 @@ class Explanation:
             "layers": layers,
             "sequence": sequence,
             "whole": dict(self.whole),
+            "gathered": dict(self.gathered),
             "ranks": list(self.ranks),
             "planned": dict(self.planned),
             "calls": dict(self.calls),
@@ -248,6 +252,8 @@ def _tables(found: Explanation) -> Group:
         parts.append(_of_sequences(found))
     if found.whole:
         parts.append(_of_names(found.whole, "whole on every rank", "why"))
+    if found.gathered:
+        parts.append(_of_names(found.gathered, "outputs are gathered", "why"))
     if found.calls:
         parts.append(_of_names(found.calls, "module", "called through"))
     return Group(*parts)

@@ -19,9 +19,10 @@ _SHORT = {  # pattern of a reason -> a few words
     "fewer than": "too few units",
     "no rule for": "operation without a rule",
     "the model returns": "the model's output",
-    "could not be followed|cannot be followed|called with a guess": "could not follow",
+    "could not be followed|cannot be followed|called with": "could not follow",
     "also that of|also used by": "weight used elsewhere",
     "hooks|a forward of its own": "has own hooks",
+    "joins them with": "beside a whole tensor",
     "whole|split|all of its features|sums over": "needs all features",
 }
 _MOST = 4
