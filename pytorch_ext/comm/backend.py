@@ -21,7 +21,7 @@ from weft import _C
 from weft.comm import flight_record
 from weft.comm.communicator import Communicator, backends_of
 from weft.comm.dtypes import op_code
-from weft.comm.engine import Engine, Pending
+from weft.comm.engine import Engine, Pending, promise
 from weft.comm.inter_host import Message
 from weft.comm.multi_host import SpanningEngine
 from weft.comm.profile_events import EVENTS, ProfileEvent, profiling
@@ -453,7 +453,7 @@ class _Work(dist.Work):
     source_rank = _source_rank
 
     def get_future(self) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
+        future, complete = promise()
         left = len(self._pending)
 
         def one_is_done(error: BaseException | None) -> None:
@@ -464,9 +464,9 @@ class _Work(dist.Work):
             if future.done():
                 return
             if error is not None:
-                future.set_exception(error)
+                complete(error)
             elif left <= 0:
-                future.set_result(self._result)
+                complete(self._result)
 
         if not self._pending:
             one_is_done(None)

@@ -65,6 +65,23 @@ class Pending:
             self._finish = []
 
 
+def promise() -> tuple[torch.futures.Future, Callable[[object], None]]:
+    """Return a future, and the function that completes it by a result or by an exception.
+
+    `Future.set_exception` stores the exception as a result, and C++ (DistributedDataParallel) reads that as tensors. Of
+    the future of a callback that raises, C++ gets the error: a RuntimeError with the exception's text.
+    """
+    outcome: torch.futures.Future = torch.futures.Future()
+    return outcome.then(_result), outcome.set_result
+
+
+def _result(outcome: torch.futures.Future) -> object:
+    result = outcome.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
 class Engine:
     """Shared-memory engine of one group, with collectives on tensors."""
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from weft.comm.dtypes import AVERAGE, SUM, op_code
+from weft.comm.engine import promise
 from weft.comm.fusion import Fusion
 from weft.comm.registry import Group, communicator
 from weft.data_parallel.bucket_comm import Transport, Wait, measure
@@ -110,21 +111,14 @@ def ddp_hook(state: HookState | None, bucket: dist.GradBucket) -> torch.futures.
     state = state or HookState()
     flat, ranks = bucket.buffer(), communicator(state.group)
     fusion = Fusion.of(flat, state.wire_dtype if flat.dtype == torch.float32 else None)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-    def done(error: BaseException | None = None) -> None:
-        if error is None:
-            future.set_result(flat)
-        else:
-            future.set_exception(error)  # type: ignore[arg-type]
-
+    future, complete = promise()
     if flat.is_cuda or ranks.engine is None:
         ranks.all_reduce_(flat, dist.ReduceOp.AVG, fusion)
-        done()
+        complete(flat)
     else:
         pending = ranks.engine.all_reduce(flat, AVERAGE, wait=False, fusion=fusion)
         assert pending is not None  # wait=False returns the pending operation
-        pending.then(done)
+        pending.then(lambda error: complete(flat if error is None else error))
     return future
 
 

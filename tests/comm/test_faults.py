@@ -47,6 +47,25 @@ def run_until_it_fails(rank, victim, point, collective):
             dist.barrier()
 
 
+def backward_of_ddp(rank, victim, hooked):
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))), bucket_cap_mb=0.01
+    )
+    if hooked:
+        model.register_comm_hook(weft.HookState(), weft.ddp_hook)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(2, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_torchs_ddp_raises_in_backward_with_the_dead_ranks_name(hooked):
+    outcomes = try_ranks(backward_of_ddp, 3, 1, hooked, timeout_s=20)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, RuntimeError), survivor  # C++ passes on the text of a future's error
+        assert "RankLostError: rank 1" in f"{type(survivor.error).__name__}: {survivor.error}"
+
+
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier"])
 @pytest.mark.parametrize("point", [1, 2, 3, 4])
 @pytest.mark.parametrize("single_copy", ["0", "1"])
