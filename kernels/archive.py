@@ -1,6 +1,6 @@
 """Archives of compiled kernels: one file for each architecture. aot.py writes it and a kernel launch reads it.
 
-    the line "weft compiled kernels 3"
+    the line "weft compiled kernels 4"
     8 bytes: the length of the manifest (little-endian)
     the manifest, JSON, deflated: architecture, versions of triton and ptxas, a hash of each kernel's source, variants
     the variants' machine code, each packed by itself, so that a launch unpacks only one (LZMA with its parameters set
@@ -26,7 +26,7 @@ COMPILED = SOURCES / "compiled"  # the folder of an installation's archives
 TRITON = "3.7"
 HOW_TO_BUILD = "`python -m weft.kernels.aot` compiles them, and `make wheel` puts them into a wheel"
 
-_MAGIC = b"weft compiled kernels 3\n"
+_MAGIC = b"weft compiled kernels 4\n"
 _LENGTH_BYTES = 8
 
 
@@ -42,9 +42,6 @@ class Machine:
         entry: the function's name in the machine code.
         arguments: the C type of each parameter that is no constant: "ptr", "i32", "fp32" and the like. For a tensor
             descriptor it is "tensordesc:" and the parameters of its tensor map, as JSON.
-        clusters: programs in a cluster, if there are clusters.
-        pdl: the kernel may start before the previous launch has ended.
-        global_scratch_bytes, profile_scratch_bytes: hidden memory for each program.
     """
 
     entry: str
@@ -52,12 +49,6 @@ class Machine:
     shared_bytes: int
     warps: int
     registers: int
-    clusters: tuple[int, int, int] | None
-    cooperative: bool
-    pdl: bool
-    global_scratch_bytes: int
-    global_scratch_align: int
-    profile_scratch_bytes: int
     cubin: bytes
 
 
@@ -149,9 +140,7 @@ def packed(machine: Machine) -> dict[str, Any]:
 
 
 def unpacked(fields: Mapping[str, Any], cubin: bytes) -> Machine:
-    clusters = fields["clusters"]
-    lists = {"arguments": tuple(fields["arguments"]), "clusters": clusters and tuple(clusters)}
-    return Machine(**{**fields, **lists}, cubin=cubin)
+    return Machine(**{**fields, "arguments": tuple(fields["arguments"])}, cubin=cubin)
 
 
 def write(

@@ -121,10 +121,4 @@ def _loadable(machine: archive.Machine):
         machine.shared_bytes,
         machine.warps,
         machine.registers,
-        machine.clusters,
-        machine.cooperative,
-        machine.pdl,
-        machine.global_scratch_bytes,
-        machine.global_scratch_align,
-        machine.profile_scratch_bytes,
     )

@@ -32,6 +32,14 @@ from weft.kernels import archive, launch, signature, variants, write_after_read
 from weft.kernels.archive import Machine
 
 _CHECK = archive.source_hash("weft.kernels.write_after_read")  # a verdict of another one does not count
+# Fields of Triton's metadata that csrc/launch does not serve, with the values that ask for nothing.
+_NOT_SERVED = {
+    "num_ctas": 1,  # clusters
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,  # a start before the previous launch has ended
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -49,10 +57,14 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVarian
     """Compile the variant that the launch would run on that architecture ("sm_90", say).
 
     Raises:
-        RuntimeError: the kernels were imported for the interpreter, so there is nothing to compile.
+        RuntimeError: the kernels were imported for the interpreter, so there is nothing to compile; or the variant
+            needs a feature that weft's launcher lacks.
     """
     built, serialised = assemble(recorded, architecture)
     metadata = built.metadata
+    needs = {name: getattr(metadata, name) for name, none in _NOT_SERVED.items() if getattr(metadata, name) != none}
+    if needs:
+        raise RuntimeError(f"kernel {metadata.name} was compiled with {needs}, which weft's launcher does not serve")
     registers, spilled_bytes = registers_of(built.asm["cubin"])
     machine = Machine(
         entry=metadata.name,
@@ -60,12 +72,6 @@ def compile_launch(recorded: launch.Launch, architecture: str) -> CompiledVarian
         shared_bytes=metadata.shared,
         warps=metadata.num_warps,
         registers=registers,
-        clusters=(metadata.num_ctas, 1, 1) if metadata.num_ctas > 1 else None,
-        cooperative=metadata.launch_cooperative_grid,
-        pdl=metadata.launch_pdl,
-        global_scratch_bytes=metadata.global_scratch_size,
-        global_scratch_align=metadata.global_scratch_align,
-        profile_scratch_bytes=metadata.profile_scratch_size,
         cubin=built.asm["cubin"],
     )
     overtakes = write_after_read.fault(built.asm["ttgir"], signature.same_memory(recorded))
@@ -146,7 +152,7 @@ def _cache_key(recorded: launch.Launch, architecture: str) -> str:
     with _settings(architecture):
         settings = get_cache_invalidating_env_vars()
         key = get_cache_key(source, backend, backend.parse_options(dict(options)), settings)
-    fields = " ".join(field.name for field in dataclasses.fields(CompiledVariant))
+    fields = " ".join(field.name for kind in (CompiledVariant, Machine) for field in dataclasses.fields(kind))
     given = f"{key} {assembler_version(architecture)} {fields} {signature.same_memory(recorded)} {_CHECK}"
     return hashlib.sha256(given.encode()).hexdigest()
 

@@ -291,15 +291,7 @@ class _Launch(ModuleType):
             shared_bytes: int,
             warps: int,
             registers: int,
-            clusters: tuple[int, int, int] | None,
-            cooperative: bool,
-            pdl: bool,
-            global_scratch_bytes: int,
-            global_scratch_align: int,
-            profile_scratch_bytes: int,
         ) -> None: ...
-        @property
-        def name(self) -> str: ...
 
     class Dispatcher:
         """The variants of one jit function. `constants` are pairs of name and value, whose order counts."""

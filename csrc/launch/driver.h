@@ -23,35 +23,15 @@ constexpr Result not_initialized = 3;  // CUDA_ERROR_NOT_INITIALIZED
 constexpr int most_shared_bytes_of_a_block = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 constexpr int static_shared_bytes = 1;            // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 constexpr int most_dynamic_shared_bytes = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr int large_clusters_allowed = 14;        // CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 constexpr int prefer_shared = 1;                  // CU_FUNC_CACHE_PREFER_SHARED
 constexpr int relaxed_capture = 2;                // CU_STREAM_CAPTURE_MODE_RELAXED
-
-// CUlaunchAttributeID
-enum class AttributeId : uint32_t {
-  cooperative = 2,
-  cluster_dimension = 4,
-  cluster_scheduling = 5,
-  programmatic_serialization = 6,
-};
-constexpr uint32_t spread_clusters = 1;  // CU_CLUSTER_SCHEDULING_POLICY_SPREAD
-
-struct Attribute {  // CUlaunchAttribute
-  AttributeId id;
-  uint32_t unused = 0;
-  union {
-    uint32_t words[16];
-    uint64_t aligned;
-  };
-};
-static_assert(sizeof(Attribute) == 72 && offsetof(Attribute, words) == 8);
 
 struct LaunchConfig {  // CUlaunchConfig
   uint32_t grid[3];
   uint32_t block[3];
   uint32_t shared_bytes;
   Stream stream;
-  const Attribute* attributes;
+  const void* attributes;  // CUlaunchAttribute
   uint32_t attribute_count;
 };
 static_assert(sizeof(LaunchConfig) == 56 && offsetof(LaunchConfig, stream) == 32);

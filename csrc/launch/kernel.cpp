@@ -14,25 +14,12 @@ namespace {
 constexpr int most_parameters = 256;
 constexpr int most_maps = 12;
 constexpr uint32_t shared_bytes_without_asking = 48 * 1024;
-constexpr uint32_t portable_cluster_blocks = 8;
 constexpr const char* map_prefix = "tensordesc:";
 
 constexpr std::pair<const char*, Type> type_names[] = {
     {"ptr", Type::pointer}, {"fp32", Type::fp32}, {"fp64", Type::fp64},
     {"i1", Type::i1},       {"i8", Type::i8},     {"i16", Type::i16},   {"i32", Type::i32}, {"i64", Type::i64},
     {"u1", Type::u1},       {"u8", Type::u8},     {"u16", Type::u16},   {"u32", Type::u32}, {"u64", Type::u64},
-};
-
-// Releases the interpreter lock: a launch waits if the stream's queue is full, and a load waits for work on the device.
-class WithoutLock {
- public:
-  WithoutLock() : state_(PyEval_SaveThread()) {}
-  ~WithoutLock() { PyEval_RestoreThread(state_); }
-  WithoutLock(const WithoutLock&) = delete;
-  WithoutLock& operator=(const WithoutLock&) = delete;
-
- private:
-  PyThreadState* state_;
 };
 
 class RelaxedCapture {
@@ -48,13 +35,6 @@ class RelaxedCapture {
   const Driver& driver_;
   int mode_ = relaxed_capture;
 };
-
-Attribute attribute_of(AttributeId id, Grid words) {
-  Attribute attribute{id, 0, {}};
-  std::memset(attribute.words, 0, sizeof attribute.words);
-  std::memcpy(attribute.words, words.data(), sizeof words);
-  return attribute;
-}
 
 bool takes(Type type, Class kind) {
   switch (kind) {
@@ -157,14 +137,7 @@ Kernel::Kernel(Description description) : description_(std::move(description)) {
   };
   if (description_.warps < 1 || description_.warps > 32)
     refuse("has " + std::to_string(description_.warps) + " warps; 1 to 32 are possible");
-  // Triton allocates scratch memory at each launch; weft's kernels need none.
-  if (description_.global_scratch_bytes != 0)
-    refuse("needs " + std::to_string(description_.global_scratch_bytes) +
-           " bytes of global scratch memory for each program, which this launcher does not give");
-  if (description_.profile_scratch_bytes != 0)
-    refuse("was compiled for a profiler, with " + std::to_string(description_.profile_scratch_bytes) +
-           " bytes of scratch memory for each program, which this launcher does not give");
-  parameter_count_ = 2;  // the addresses of the two scratch memories
+  parameter_count_ = 2;  // the addresses of Triton's two scratch memories, which weft's kernels do not use
   for (const std::string& argument : description_.arguments) {
     if (argument.rfind(map_prefix, 0) == 0) {
       maps_.emplace_back(argument.substr(std::strlen(map_prefix)));
@@ -182,16 +155,6 @@ Kernel::Kernel(Description description) : description_(std::move(description)) {
     refuse("has " + std::to_string(parameter_count_) + " parameters, " + std::to_string(maps_.size()) +
            " of them tensor maps; at most " + std::to_string(most_parameters) + " and " + std::to_string(most_maps) +
            " are possible");
-  if (description_.programmatic)
-    attributes_.push_back(attribute_of(AttributeId::programmatic_serialization, {1, 0, 0}));
-  if (description_.cooperative) attributes_.push_back(attribute_of(AttributeId::cooperative, {1, 0, 0}));
-  if (!description_.clusters) return;
-  const Grid clusters = *description_.clusters;
-  cluster_blocks_ = clusters[0] * clusters[1] * clusters[2];
-  if (cluster_blocks_ == 0) refuse("has clusters without blocks");
-  if (cluster_blocks_ == 1) return;
-  attributes_.push_back(attribute_of(AttributeId::cluster_dimension, clusters));
-  attributes_.push_back(attribute_of(AttributeId::cluster_scheduling, {spread_clusters, 0, 0}));
 }
 
 Kernel::~Kernel() {
@@ -216,7 +179,6 @@ void Kernel::check_takes(const std::vector<Described>& arguments) const {
 
 void Kernel::launch(const Parameters& parameters, const Arguments& arguments, Grid grid, Stream stream) const {
   try {
-    grid = in_blocks(grid);
     const Driver& driver = weft::launch::driver();
     const uint64_t context = current_context(driver, stream);
     const Loaded* loaded = find(driver, context);
@@ -228,9 +190,9 @@ void Kernel::launch(const Parameters& parameters, const Arguments& arguments, Gr
                               {32 * description_.warps, 1, 1},
                               description_.shared_bytes,
                               stream,
-                              attributes_.data(),
-                              static_cast<uint32_t>(attributes_.size())};
-    const WithoutLock unlocked;
+                              nullptr,
+                              0};
+    const py::gil_scoped_release unlocked;  // a launch waits if the stream's queue is full
     check(driver, driver.launch_kernel_ex(&config, function, packed.addresses(), nullptr), "cuLaunchKernelEx");
   } catch (const std::overflow_error&) {
     throw;
@@ -262,16 +224,6 @@ void Kernel::pack(Packed& packed, const Driver& driver, const Parameters& parame
   packed.add(uint64_t{0});  // none for a profiler
 }
 
-// The grid counts clusters, as in Triton; the driver counts blocks.
-Grid Kernel::in_blocks(Grid grid) const {
-  for (size_t i = 0; cluster_blocks_ > 1 && i < grid.size(); ++i) {
-    const uint64_t blocks = uint64_t{grid[i]} * (*description_.clusters)[i];
-    if (blocks > INT32_MAX) throw std::invalid_argument("its grid has " + std::to_string(blocks) + " blocks one way");
-    grid[i] = static_cast<uint32_t>(blocks);
-  }
-  return grid;
-}
-
 const Kernel::Loaded* Kernel::find(const Driver& driver, uint64_t context) const {
   const Loaded* entry = loaded_.load(std::memory_order_acquire);
   while (entry != nullptr && (entry->context != context || entry->driver != &driver)) entry = entry->next;
@@ -279,7 +231,7 @@ const Kernel::Loaded* Kernel::find(const Driver& driver, uint64_t context) const
 }
 
 Function Kernel::load(const Driver& driver, uint64_t context) const {
-  const WithoutLock unlocked;  // before the mutex: its holder may be waiting for the interpreter lock
+  const py::gil_scoped_release unlocked;  // before the mutex: its holder may be waiting for the interpreter lock
   const std::lock_guard lock(loading_);
   if (const Loaded* entry = find(driver, context)) return entry->function;
   const RelaxedCapture relaxed(driver);
@@ -295,8 +247,6 @@ Function Kernel::load_function(const Driver& driver) const {
   try {
     check(driver, driver.module_get_function(&function, module, description_.name.c_str()), "cuModuleGetFunction");
     allow_shared_memory(driver, function);
-    if (cluster_blocks_ > portable_cluster_blocks)
-      check(driver, driver.func_set_attribute(function, large_clusters_allowed, 1), "cuFuncSetAttribute");
     // Otherwise a driver that loads lazily loads at the launch, and waits there for earlier work.
     if (driver.func_load != nullptr) check(driver, driver.func_load(function), "cuFuncLoad");
   } catch (...) {

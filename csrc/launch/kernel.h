@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,19 +32,12 @@ class Kernel {
     uint32_t shared_bytes;
     uint32_t warps;
     int registers;
-    std::optional<Grid> clusters;
-    bool cooperative;
-    bool programmatic;  // may start before the previous launch has ended
-    int64_t global_scratch_bytes;
-    int64_t profile_scratch_bytes;
   };
 
   explicit Kernel(Description description);
   ~Kernel();
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
-
-  const std::string& name() const { return description_.name; }
 
   // Throws std::invalid_argument if the kernel does not take arguments of these classes.
   void check_takes(const std::vector<Described>& arguments) const;
@@ -69,7 +61,6 @@ class Kernel {
     const Loaded* next;
   };
 
-  Grid in_blocks(Grid grid) const;
   void pack(Packed& packed, const Driver& driver, const Parameters& parameters, const Arguments& arguments) const;
   const Loaded* find(const Driver& driver, uint64_t context) const;
   Function load(const Driver& driver, uint64_t context) const;
@@ -81,8 +72,6 @@ class Kernel {
   std::vector<Type> types_;
   std::vector<TensorMapLayout> maps_;  // one for each argument of type tensor_map
   int parameter_count_ = 0;            // on the device, including hidden parameters
-  uint32_t cluster_blocks_ = 1;
-  std::vector<Attribute> attributes_;
   mutable std::mutex loading_;
   mutable std::atomic<const Loaded*> loaded_{nullptr};
 };

@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <optional>
 
 #include "../families.h"
 #include "dispatcher.h"
@@ -27,14 +26,10 @@ py::dict driver_state() {
   return state;
 }
 
-// The alignment of scratch memory is ignored: it matters only for kernels with scratch memory, which are refused.
 std::shared_ptr<Kernel> make_kernel(std::string name, py::bytes cubin, std::vector<std::string> arguments,
-                                    uint32_t shared_bytes, uint32_t warps, int registers, std::optional<Grid> clusters,
-                                    bool cooperative, bool pdl, int64_t global_scratch_bytes, int64_t,
-                                    int64_t profile_scratch_bytes) {
+                                    uint32_t shared_bytes, uint32_t warps, int registers) {
   return std::make_shared<Kernel>(Kernel::Description{std::move(name), std::move(cubin), std::move(arguments),
-                                                      shared_bytes, warps, registers, clusters, cooperative, pdl,
-                                                      global_scratch_bytes, profile_scratch_bytes});
+                                                      shared_bytes, warps, registers});
 }
 
 }  // namespace
@@ -50,11 +45,9 @@ void register_launch(py::module_& m) {
   py::class_<Kernel, std::shared_ptr<Kernel>>(family, "Kernel",
                                               "One compiled variant, loaded into a context at its first launch there.")
       .def(py::init(&make_kernel), py::arg("name"), py::arg("cubin"), py::arg("arguments"), py::arg("shared_bytes"),
-           py::arg("warps"), py::arg("registers"), py::arg("clusters"), py::arg("cooperative"), py::arg("pdl"),
-           py::arg("global_scratch_bytes"), py::arg("global_scratch_align"), py::arg("profile_scratch_bytes"),
+           py::arg("warps"), py::arg("registers"),
            "arguments: the C types, in order, of the parameters that are not constants: ptr, i1 to i64, u1 to u64, "
-           "fp32, fp64, or tensordesc: followed by the entry of Triton's metadata tensordesc_meta as JSON.")
-      .def_property_readonly("name", &Kernel::name);
+           "fp32, fp64, or tensordesc: followed by the entry of Triton's metadata tensordesc_meta as JSON.");
   py::class_<Dispatcher>(family, "Dispatcher", "Compiled variants of one jit function for one architecture.")
       .def(py::init([](std::string name, std::vector<std::string> parameters,
                        const std::vector<std::string>& unspecialised) {

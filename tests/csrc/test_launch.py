@@ -38,9 +38,7 @@ _spec.loader.exec_module(stub_driver)
 Dispatcher, Kernel = _C.launch.Dispatcher, _C.launch.Kernel
 INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_ADDRESS = 1, 2, 700
 SHARED_LIMIT = 232448
-# As cuda.h numbers them: CUlaunchAttributeID, CUfunction_attribute, CUtensorMapDataType.
-COOPERATIVE, CLUSTER, SCHEDULING, PROGRAMMATIC = 2, 4, 5, 6
-DYNAMIC_SHARED, LARGE_CLUSTERS = 8, 14
+DYNAMIC_SHARED = 8  # CUfunction_attribute of cuda.h
 RELAXED = 2
 SMALL_MAP_BIT = 1 << 21
 
@@ -128,12 +126,6 @@ def kernel_of(*types, name="kernel", static_shared=0, **changes) -> Kernel:
         "shared_bytes": 0,
         "warps": 4,
         "registers": 40,
-        "clusters": None,
-        "cooperative": False,
-        "pdl": False,
-        "global_scratch_bytes": 0,
-        "global_scratch_align": 1,
-        "profile_scratch_bytes": 0,
     }
     return Kernel(**options | changes)
 
@@ -392,31 +384,6 @@ def test_what_is_no_grid_is_refused(stub, grid, error):
     with pytest.raises(error):
         launcher()(grid)
     assert stub.launches() == []
-
-
-@pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("cooperative", [False, True])
-@pytest.mark.parametrize("clusters", [None, (1, 1, 1), (2, 1, 1), (2, 2, 2)])
-def test_the_attributes_are_those_asked_for(stub, pdl, cooperative, clusters):
-    call = launched(stub, grid=(5, 3, 2), pdl=pdl, cooperative=cooperative, clusters=clusters)
-    expected = [(PROGRAMMATIC, (1, 0, 0))] * pdl + [(COOPERATIVE, (1, 0, 0))] * cooperative
-    if clusters not in (None, (1, 1, 1)):
-        expected += [(CLUSTER, clusters), (SCHEDULING, (1, 0, 0))]
-    assert call.attributes == expected
-    # The grid counts clusters, the driver blocks.
-    assert list(call.numbers[:3]) == [n * of for n, of in zip((5, 3, 2), clusters or (1, 1, 1), strict=True)]
-
-
-def test_clusters_beyond_what_every_device_takes_are_asked_for(stub):
-    launched(stub, clusters=(8, 1, 1))
-    assert stub.calls("cuFuncSetAttribute") == []
-    launcher(clusters=(16, 1, 1))()
-    assert [list(call.numbers[:2]) for call in stub.calls("cuFuncSetAttribute")] == [[LARGE_CLUSTERS, 1]]
-
-
-def test_a_grid_of_too_many_clusters_is_refused(stub):
-    with pytest.raises(ValueError, match="kernel kernel: its grid has 4294967296 blocks one way"):
-        launcher(clusters=(4, 1, 1))((2**30,))
 
 
 @pytest.mark.parametrize(
@@ -817,11 +784,8 @@ def test_what_is_no_key_is_refused(key):
     [
         ({"warps": 0}, "has 0 warps; 1 to 32"),
         ({"warps": 33}, "has 33 warps; 1 to 32"),
-        ({"global_scratch_bytes": 128}, "needs 128 bytes of global scratch memory"),
-        ({"profile_scratch_bytes": 64}, "profiler, with 64 bytes"),
         ({"arguments": ["i32", "complex"]}, "has an argument of the unknown type complex"),
         ({"arguments": ["i32"] * 255}, "has 257 parameters"),
-        ({"clusters": (0, 1, 1)}, "clusters without blocks"),
     ],
 )
 def test_a_kernel_that_cannot_be_launched_is_refused(changes, complaint):
@@ -986,7 +950,7 @@ from weft import _C
 driver = stub.Stub(sys.argv[1])
 dispatcher = _C.launch.Dispatcher("kernel", [], [])
 image = stub.image("kernel", [])
-kernel = _C.launch.Kernel("kernel", image, [], 0, 4, 40, None, False, False, 0, 1, 0)
+kernel = _C.launch.Kernel("kernel", image, [], 0, 4, 40)
 dispatcher.add(dispatcher.key((), ()), kernel)
 launch = lambda: dispatcher.launch((1,), (), (), 0)
 

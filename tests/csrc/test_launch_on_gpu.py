@@ -35,8 +35,8 @@ def _copy_kernel(source, destination, BLOCK: tl.constexpr):  # noqa: N803
 
 
 def kernel_of(name="kernel", arguments=(), cubin=b"", shared_bytes=0, warps=4):
-    """Loaded at its first launch. No clusters, no scratch memory."""
-    return _C.launch.Kernel(name, cubin, list(arguments), shared_bytes, warps, 32, None, False, False, 0, 1, 0)
+    """Loaded at its first launch."""
+    return _C.launch.Kernel(name, cubin, list(arguments), shared_bytes, warps, 32)
 
 
 def compiled_by_triton(kernel, grid, arguments, constants, warps):

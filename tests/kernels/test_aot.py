@@ -239,6 +239,30 @@ def test_nothing_is_compiled_for_the_interpreter():
     assert done.returncode == 2 and "unset it" in done.stderr
 
 
+UNSERVED = """
+from weft.kernels import machine_code, variants
+assemble = machine_code.assemble
+(recorded, *_) = variants.record("signal", "sm_80")
+built, _ = assemble(recorded, "sm_80")
+for name, value in dict(num_ctas=2, launch_cooperative_grid=True, launch_pdl=True, global_scratch_size=128).items():
+    built.metadata, plain = built.metadata._replace(**{name: value}), built.metadata
+    machine_code.assemble = lambda *_: (built, [])
+    try:
+        machine_code.compile_launch(recorded, "sm_80")
+    except RuntimeError as error:
+        print(error)
+    built.metadata = plain
+"""
+
+
+def test_a_variant_that_needs_what_no_launch_gives_is_refused_by_name():
+    said = compiling("-c", UNSERVED).splitlines()
+    needs = ("'num_ctas': 2", "'launch_cooperative_grid': True", "'launch_pdl': True", "'global_scratch_size': 128")
+    assert said == [
+        f"kernel _meet_kernel was compiled with {{{need}}}, which weft's launcher does not serve" for need in needs
+    ]
+
+
 # Triton's rules
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -312,7 +336,7 @@ def scale(x, n, rank, BLOCK):  # noqa: N803
     pass
 
 
-MACHINE = Machine("scale", ("ptr", "i32", "i32"), 0, 4, 32, None, False, False, 0, 1, 0, b"machine code" * 100)
+MACHINE = Machine("scale", ("ptr", "i32", "i32"), 0, 4, 32, b"machine code" * 100)
 STREAM = 77
 
 
@@ -368,7 +392,7 @@ def test_a_launch_takes_the_compiled_variant(kernel, x, launcher, folder):
     assert launcher.launched == [("scale", (3, 2), (x, n, 1), constants, STREAM) for n in (32, 64)]
     assert not kernel.run
     (loaded,) = launcher.loaded  # at the first launch, and not again
-    assert loaded == ("scale", MACHINE.cubin, ["ptr", "i32", "i32"], 0, 4, 32, None, False, False, 0, 1, 0)
+    assert loaded == ("scale", MACHINE.cubin, ["ptr", "i32", "i32"], 0, 4, 32)
     assert launch.origin(launch.Launch(kernel, (1,), (x, 32, 0), {"BLOCK": 16}, 4, 1), "sm_90").how == "ahead-of-time"
 
 
@@ -495,7 +519,7 @@ def test_damaged_machine_code_is_never_launched(kernel, x, launcher, folder, dam
 
 
 def test_the_same_machine_code_is_stored_once_and_read_back_whole(tmp_path):
-    other = replace(MACHINE, cubin=b"other", clusters=(2, 1, 1), arguments=('tensordesc:{"swizzle": 3}',))
+    other = replace(MACHINE, cubin=b"other", arguments=('tensordesc:{"swizzle": 3}',))
     variants = [("weft.kernels.signal.f", bytes([i]), f"f{i}", other if i == 2 else MACHINE) for i in range(4)]
     archive.write(tmp_path / "a.weft", "sm_90", "3.7.1", "13.1", variants)
     archive.write(tmp_path / "b.weft", "sm_90", "3.7.1", "13.1", reversed(variants))
@@ -556,7 +580,7 @@ from pathlib import Path
 sys.modules["triton"] = None
 import weft.kernels
 for module in pkgutil.iter_modules(weft.kernels.__path__):
-    if module.name not in ("aot", "check", "machine_code"):  # they are what compiles
+    if module.name not in ("aot", "machine_code"):  # they are what compiles
         importlib.import_module(f"weft.kernels.{module.name}")
 from weft import _C
 from weft.kernels import launch, variants
@@ -639,7 +663,7 @@ def compiled(recorded):  # what the stub takes for machine code
     name = recorded.kernel.__name__
     image = stub.image(name, [{"ptr": 8, "i64": 8, "i32": 4}[one] for one in arguments])
     key = dispatch.dispatcher(recorded.kernel).key(recorded.arguments, recorded.key_constants)
-    machine = archive.Machine(name, tuple(arguments), 0, recorded.warps, 0, None, False, False, 0, 0, 0, image)
+    machine = archive.Machine(name, tuple(arguments), 0, recorded.warps, 0, image)
     return dispatch.full_name(recorded.kernel), key, str(recorded), machine
 
 entries = {entry[:2]: entry for entry in map(compiled, variants.communicating("sm_80"))}
