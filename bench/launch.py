@@ -103,8 +103,7 @@ def by_us(recorded: Launch) -> None:
 
 
 def by_triton(recorded: Launch) -> None:
-    options = {"num_warps": recorded.warps, "num_stages": recorded.stages, "enable_fp_fusion": True}
-    recorded.kernel[recorded.grid](*recorded.arguments, **recorded.constants, **options)
+    recorded.kernel[recorded.grid](*recorded.arguments, **recorded.constants, **recorded.options)
 
 
 def reduce_once(large: bool = False) -> torch.Tensor:

@@ -369,9 +369,7 @@ def _run_on(index: int, made: Launch, arguments: tuple) -> None:
 
 
 def _compile_and_run(made: Launch, arguments: tuple) -> None:
-    # enable_fp_fusion is explicit, since its default differs between versions of Triton.
-    options = {"num_warps": made.warps, "num_stages": made.stages, "enable_fp_fusion": True}
-    made.kernel[made.grid](*arguments, **made.constants, **options)
+    made.kernel[made.grid](*arguments, **made.constants, **made.options)
 
 
 _compiled_at_run_time: dict[int, Any] = {}  # kernels by identity, after their warning

@@ -182,8 +182,7 @@ def _to_compile(recorded: launch.Launch, architecture: str) -> tuple[ASTSource, 
     types, constants, attributes = signature.specialise(recorded)
     source = ASTSource(recorded.kernel, types, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-    # enable_fp_fusion is explicit, since its default differs between versions of Triton.
-    return source, target, {"num_warps": recorded.warps, "num_stages": recorded.stages, "enable_fp_fusion": True}
+    return source, target, recorded.options
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was recorded instead of made."""
+    """A launch: kernel, grid, arguments, constants and options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -39,6 +39,12 @@ class Launch:
     def key_constants(self) -> tuple[tuple[str, Any], ...]:
         """The compile-time constants in the form of a variant's key."""
         return (*self.constants.items(), ("warps", self.warps), ("stages", self.stages))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that Triton compiles it with."""
+        # enable_fp_fusion is explicit, since its default differs between versions of Triton.
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def __str__(self) -> str:
         return describe(self.arguments, self.constants, self.warps, self.stages)

@@ -51,8 +51,7 @@ def parameter_bytes(ptx: str) -> list[int]:
 def launch_both(stub, recorded, architecture) -> None:
     types, constants, attributes = signature.specialise(recorded)
     source = ASTSource(recorded.kernel, types, constexprs=constants, attrs=attributes)
-    options = {"num_warps": recorded.warps, "num_stages": recorded.stages, "enable_fp_fusion": True}
-    built = triton.compile(source, GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32), options)
+    built = triton.compile(source, GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32), recorded.options)
     metadata = built.metadata
     sizes = parameter_bytes(built.asm["ptx"])
     assert sizes[-2:] == [8, 8], sizes  # the two addresses that a launcher adds
