@@ -1,11 +1,8 @@
-"""Attention of one chunk of queries to one chunk of keys and values, on one device: the operators and autograd.
-
-Sequence parallelism calls the operators between its collectives. `attention` is the complete function for one device.
-"""
+"""Attention on one device by weft's kernel: `attention`, its autograd function and the operators for torch.compile."""
 
 import torch
 
-from weft.ops.attention_chunk import readable, uses_kernel
+from weft.ops.attention_chunk import beginning, readable, uses_kernel
 from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.backward import first_order
 from weft.ops.library import register
@@ -104,11 +101,9 @@ def _forward_operator(q, k, v, sinks, documents, *rules):
     from weft.kernels.attention import attention_forward
     from weft.kernels.attention_rules import Rules
 
-    previous = None
-    if sinks is not None:
-        if sinks.shape != q.shape[1:2]:
-            raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], [{q.size(1)}]")
-        previous = None, sinks.float().view(1, -1, 1).expand(q.shape[:3])
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}; it must be [heads], [{q.size(1)}]")
+    previous = beginning(q, sinks)
     q, k, v = readable(q, k, v)
     return attention_forward(
         q, k, v, Rules(*rules), query_documents=documents, key_documents=documents, previous=previous

@@ -108,8 +108,8 @@ def runs(positions: Positions) -> list[tuple[int, int, int]]:
 
 def forward_block(q, k, v, chunk: AttentionChunk, block: ScoreBlock):
     if block.kind == "masked":
-        scores, weights, lse = _scores(q, k, chunk, block)
-        weights = weights * _kept(scores, q, chunk, block)
+        _, weights, lse = _scores(q, k, chunk, block)
+        weights = weights * _kept(q, k, chunk, block)
         return _by_kv_head(torch.matmul, weights, v), lse
     scale, causal, width = _scale(q, chunk), block.kind == "causal", v.size(-1)
     q, k, v = _as_wide(q, k, v)
@@ -130,7 +130,7 @@ def backward_block(
     (q, dout, out, lse, delta), (k, v) = of_rows, of_keys
     if block.kind == "masked":
         scores, weights, _ = _scores(q, k, chunk, block, lse)
-        kept = _kept(scores, q, chunk, block)
+        kept = _kept(q, k, chunk, block)
         dv = _over_group(torch.matmul((weights * kept).transpose(-1, -2), dout), v)
         dweights = _by_kv_head(torch.matmul, dout, v.transpose(-1, -2)) * kept
         dscores = weights * (dweights - delta.unsqueeze(-1))
@@ -210,11 +210,9 @@ def _positions(q, k, block: ScoreBlock) -> tuple[torch.Tensor, torch.Tensor]:
     return query, torch.arange(block.key_start, block.key_start + k.size(2), device=k.device)
 
 
-def _kept(scores, q, chunk: AttentionChunk, block: ScoreBlock) -> torch.Tensor | float:
+def _kept(q, k, chunk: AttentionChunk, block: ScoreBlock) -> torch.Tensor | float:
     """Return the factor of each probability: 0, or 1 / (1 - dropout)."""
     if not chunk.rules.dropout:
         return 1.0
-    query = torch.arange(block.query_start, block.query_start + q.size(2), device=q.device)
-    key = torch.arange(block.key_start, block.key_start + scores.size(-1), device=q.device)
-    kept = dropout_mask(chunk.rules, q.size(0), q.size(1), query, key)
-    return kept.to(scores.dtype) / (1 - chunk.rules.dropout)
+    kept = dropout_mask(chunk.rules, q.size(0), q.size(1), *_positions(q, k, block))
+    return kept.to(q.dtype) / (1 - chunk.rules.dropout)

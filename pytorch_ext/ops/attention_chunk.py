@@ -1,4 +1,4 @@
-"""The chunk primitive of sequence parallelism: attention of some queries to some keys, continuing a state in fp32.
+"""The chunk primitive of context parallelism: attention of some queries to some keys, continuing a state in fp32.
 
 On a GPU torch's functions run it if it needs no state, and weft's kernel otherwise and where it was measured faster; in
 Triton's interpreter the kernel runs on request. `attention_blocks` runs it on the CPU.

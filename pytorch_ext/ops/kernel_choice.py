@@ -161,7 +161,7 @@ def asked() -> "Iterator[set[tuple[Problem, torch.device]]]":
 def attention_algorithm(
     kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: "AttentionChunk"
 ) -> Algorithm:
-    """Return the implementation of attention that torch has too, on the device of q.
+    """Choose kernel or torch for attention that torch supports.
 
     Args:
         kind: "forward" or "backward".

@@ -1,7 +1,7 @@
 """Attention of a chunk by torch's own functions on GPUs: flash attention, and forward cuDNN's where torch prefers it.
 
-They take no state, documents, softcap, sinks or dropout, and rows that see all keys, or those up to each row's own
-position (with a window), where the last row has the position of the last key. So each run of positions is one call.
+They take rows that see all keys, or keys up to their own position (with a window), if the last row has the last key's
+position. They take no state, documents, softcap, sinks or dropout. So each run of positions is one call.
 Both return the logarithm of the sum of exponentials, and flash attention takes it in backward. cuDNN's backward is not
 called: torch keeps its plan by the strides of q, k and v, and uses it for other strides of dout.
 
