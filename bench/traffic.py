@@ -32,7 +32,7 @@ def counted() -> Iterator[Sent]:
         for name, count in _COUNTS.items():
             replaced.enter_context(mock.patch.object(Engine, name, _counting(getattr(Engine, name), count, sent)))
         for name, method in list(vars(WeftProcessGroup).items()):
-            if isinstance(method, _C.Direct):  # it would pass the engine's methods by
+            if isinstance(method, _C.FastMethod):  # it would pass the engine's methods by
                 replaced.enter_context(mock.patch.object(WeftProcessGroup, name, method.__wrapped__))
         yield sent
 

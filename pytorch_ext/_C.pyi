@@ -8,7 +8,7 @@ from torch import Tensor
 
 _Method = TypeVar("_Method", bound=Callable)
 
-class Direct:
+class FastMethod:
     """A method that does the usual call in C++."""
 
     __wrapped__: Callable

@@ -41,8 +41,8 @@ class Reader {
     }
   }
 
-  // Returns false if the object is not a dense CPU tensor in one piece, of a type that is reduced. A subclass may mean
-  // more than its numbers, and a negated view means others.
+  // Returns false if the object is not a dense CPU tensor in one piece, of a type that is reduced. Subclasses and negated
+  // views are refused: their memory does not hold their values.
   bool read(PyObject* object, dlpack::Tensor* tensor) const {
     PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if ((type != tensor_ && type != parameter_) || api_ == nullptr || is_negated_ == nullptr) return false;
@@ -294,7 +294,7 @@ struct Definition {
           return read(readers, group, objects, std::index_sequence_for<Readers...>()) && std::apply(call, readers);
         }) {}
 
-  // The last first: c10d's options make most unusual calls.
+  // Reads the last argument first: c10d's options decide most unusual calls.
   template <class Tuple, size_t... back>
   static bool read(Tuple& readers, const Group& group, Arguments objects, std::index_sequence<back...>) {
     constexpr size_t count = sizeof...(back);
@@ -426,7 +426,7 @@ PyObject* call(PyObject* callable, Arguments arguments, size_t count, PyObject* 
   return PyObject_Vectorcall(method->otherwise, arguments, count, names);
 }
 
-// What describes the Python function describes this one.
+// Forwards __doc__ and names to the Python function.
 PyObject* attribute(PyObject* object, PyObject* attribute) {
   for (const char* of_function : {"__doc__", "__name__", "__qualname__", "__module__"})
     if (PyUnicode_CompareWithASCIIString(attribute, of_function) == 0)
@@ -448,7 +448,7 @@ PyObject* method_type() {
                                 {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
                                 {Py_tp_members, members},
                                 {}};
-  static PyType_Spec spec = {"weft._C.Direct", sizeof(Method), 0,
+  static PyType_Spec spec = {"weft._C.FastMethod", sizeof(Method), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR |
                                  Py_TPFLAGS_DISALLOW_INSTANTIATION,
                              slots};
@@ -459,7 +459,7 @@ PyObject* method_type() {
 
 // Methods live as long as the process.
 template <size_t count>
-py::object direct(const Definition (&definitions)[count], const char* group, const std::string& called,
+py::object fast_method(const Definition (&definitions)[count], const char* group, const std::string& called,
                   const py::function& otherwise, const py::object& result = py::object()) {
   for (const Definition& definition : definitions) {
     if (called != definition.name) continue;
@@ -478,26 +478,26 @@ py::object direct(const Definition (&definitions)[count], const char* group, con
 }  // namespace
 
 void register_methods(py::module_& m) {
-  m.attr("Direct") = py::handle(method_type());
+  m.attr("FastMethod") = py::handle(method_type());
   m.def(
       "engine_method",
       [](const py::function& otherwise) {
-        return direct(of_engine, "group", py::str(otherwise.attr("__name__")), otherwise, py::none());
+        return fast_method(of_engine, "group", py::str(otherwise.attr("__name__")), otherwise, py::none());
       },
       py::arg("otherwise"), "Return a method of Engine that does the usual call here, and any other by `otherwise`.");
   m.def(
       "of_default_group",
       [](const py::function& otherwise) {
         const std::string called = py::str(otherwise.attr("__name__"));
-        return called == "barrier" ? direct(of_default_group, nullptr, called, otherwise, py::none())
-                                   : direct(of_default_group, nullptr, called, otherwise);
+        return called == "barrier" ? fast_method(of_default_group, nullptr, called, otherwise, py::none())
+                                   : fast_method(of_default_group, nullptr, called, otherwise);
       },
       py::arg("otherwise"),
       "Return a function that does the usual call on the default group here, and any other by `otherwise`.");
   m.def(
       "process_group_method",
       [](const std::string& called, const py::function& otherwise, const py::object& work) {
-        return direct(of_process_group, "group_here", called, otherwise, work);
+        return fast_method(of_process_group, "group_here", called, otherwise, work);
       },
       py::arg("name"), py::arg("otherwise"), py::arg("work"),
       "Return a method of a process group that does the usual call here and returns `work`, and any other by "

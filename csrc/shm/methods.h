@@ -4,8 +4,9 @@
 
 namespace weft::shm {
 
-// Adds two functions that replace a method, of Engine or of a process group, by one that does the same for the usual
-// call: one that waits, on dense CPU tensors of a type that is reduced. Every other call goes to the given method.
+// Adds three functions that replace a method of Engine or of a process group, or a function of the default group, by one
+// that does the same for the usual call: one that waits, on dense CPU tensors of a type that is reduced. Every other call
+// goes to the given function.
 void register_methods(pybind11::module_& m);
 
 }  // namespace weft::shm

@@ -23,8 +23,9 @@ _LOOKED_AT = 64  # operations in flight that each new one checks
 class Pending:
     """Operations under way, and the steps to run when they are done."""
 
-    def __init__(self, works: list[_C.Work], finish: list[Callable[[], object]], source: _C.Source | None = None):
-        self._works, self._finish, self._source = works, finish, source
+    def __init__(self, works: list[_C.Work], finish: list[Callable[[], object]]):
+        self._works, self._finish = works, finish
+        self._source: _C.Source | None = None
         self._completing = threading.Lock()
 
     def done(self) -> bool:
@@ -92,6 +93,8 @@ class Engine:
         self._in_flight: deque[tuple[_C.Work, object]] = deque()  # tensors that must not be freed yet
         self._submitting = threading.Lock()
 
+    # With @_C.engine_method the usual call runs in csrc/shm/methods.cpp. The body here is for every other call: with
+    # wait=False, with fusion, or on strided tensors.
     @_C.engine_method
     def all_reduce(
         self, x: torch.Tensor, op: int = SUM, wait: bool = True, fusion: Fusion | None = None
