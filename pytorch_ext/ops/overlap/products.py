@@ -74,7 +74,7 @@ def all_gather_matmul(
     """
     ranks, dim = place.ranks, _dim(place, x)
     rows = _rows(x, dim, sizes)
-    if not _fuses(place, x, rows, b, "all_gather", activation):
+    if not _fuses(place, rows, b, "all_gather", activation):
         whole = ranks.all_gather(x, dim, sizes)
         return *matmul.forward(whole, b.t(), bias, activation), whole
     from weft.kernels.all_gather_matmul import all_gather_matmul
@@ -103,7 +103,7 @@ def start_all_gather(place: ParallelContext, x: torch.Tensor, sizes, b: torch.Te
     """
     ranks, dim = place.ranks, _dim(place, x)
     rows = _rows(x, dim, sizes)
-    if not _fuses(place, x, rows, b, "reduce_scatter"):
+    if not _fuses(place, rows, b, "reduce_scatter"):
         return lambda: ranks.all_gather(x, dim, sizes)
     return _start(place, x, sizes).finish
 
@@ -143,7 +143,7 @@ def matmul_reduce_scatter(
     ranks, dim = place.ranks, _dim(place, a)
     if addend is not None:
         return ranks.reduce_scatter(matmul.multiply(a, b).add_(addend), dim, sizes)
-    if not _fuses(place, a, a.numel() // a.size(-1), b, "reduce_scatter"):
+    if not _fuses(place, a.numel() // a.size(-1), b, "reduce_scatter"):
         return ranks.reduce_scatter(matmul.multiply(a, b), dim, sizes)
     from weft.kernels.chunks import Rows
     from weft.kernels.matmul_reduce_scatter import Inbox, matmul_reduce_scatter
@@ -169,7 +169,7 @@ def matmul_all_reduce(
     ranks = place.ranks
     if addend is not None:
         return ranks.all_reduce_(matmul.multiply(a, b).add_(addend))
-    if not _fuses(place, a, a.numel() // a.size(-1), b, "all_reduce"):
+    if not _fuses(place, a.numel() // a.size(-1), b, "all_reduce"):
         return ranks.all_reduce_(matmul.multiply(a, b))
     from weft.kernels.all_reduce import matmul_all_reduce
     from weft.kernels.chunks import Rows
@@ -224,12 +224,12 @@ def decide(place: ParallelContext, m: int, b: torch.Tensor, how: str, activation
     return Overlap(travelling >= CROSSOVER_BYTES, size)
 
 
-def _fuses(place: ParallelContext, x, rows: int, b, how: str, activation=None) -> bool:
+def _fuses(place: ParallelContext, rows: int, b: torch.Tensor, how: str, activation=None) -> bool:
     if place.ranks.world_size == 1 or place.overlap == "never" or rows == 0:
         return False
-    if place.overlap == "auto" and not kernel_choice.on_kernel(x.device):  # a quick exit, the usual case on a CPU
+    if place.overlap == "auto" and not kernel_choice.on_kernel(b.device):  # a quick exit, the usual case on a CPU
         return False
-    return decide(place, rows, b, how, activation).fused and _reach(place, x.device)
+    return decide(place, rows, b, how, activation).fused and _reach(place, b.device)
 
 
 def _why_not(ranks: Communicator, device: torch.device, dtype: torch.dtype) -> str | None:
