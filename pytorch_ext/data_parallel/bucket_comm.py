@@ -19,9 +19,9 @@ from weft.comm.communicator import Communicator
 from weft.comm.dtypes import op_code
 from weft.comm.fusion import Fusion
 from weft.data_parallel.buckets import Bucket, Packing
+from weft.data_parallel.grad_norm import BLOCK
 from weft.ops import kernel_choice
 
-BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
 Wait = Callable[[], object]
 
 
@@ -83,7 +83,7 @@ class OnEngine(Transport):
     def _scatter(self, engine, bucket: Bucket, overlap: bool) -> Wait:
         wire, world_size = self.wire_of(bucket.flat), self.ranks.world_size
         sent = bucket.flat if wire is None else bucket.flat.to(wire)
-        parts, own = list(sent.chunk(world_size)), bucket.parts(world_size)[self.ranks.rank]
+        parts, own = list(sent.chunk(world_size)), bucket.own_part
         op = op_code(dist.ReduceOp.SUM if self.divisor == 1 else dist.ReduceOp.AVG)
         pending = engine.reduce_scatter(parts, parts[self.ranks.rank], op, wait=not overlap)
 
@@ -116,7 +116,7 @@ class OnBackend(Transport):
         parts = list((flat if wire is None else flat.to(wire)).chunk(self.ranks.world_size))
         received = torch.empty_like(parts[self.ranks.rank])
         self.ranks.reduce_scatter_into(parts, received, op)
-        own = bucket.parts(self.ranks.world_size)[self.ranks.rank]
+        own = bucket.own_part
         own.copy_(received).mul_(scale)
         return measure(own, bucket)
 
@@ -126,7 +126,7 @@ class OnBackend(Transport):
             parts = list(sent.chunk(self.ranks.world_size))
             received = torch.empty_like(parts[self.ranks.rank])
             self.ranks.reduce_scatter_into(parts, received, op)
-            return packing.finish(received, bucket.parts(self.ranks.world_size)[self.ranks.rank], scale)
+            return packing.finish(received, bucket.own_part, scale)
         if not self.ranks.fuses_scale(sent):  # one pass more, which also averages
             self.ranks.all_reduce_(sent)
             return packing.finish(sent, bucket.flat, 1 / self.divisor)

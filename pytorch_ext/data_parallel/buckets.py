@@ -109,9 +109,10 @@ class Bucket:
         if self.flat.is_cuda:
             self.written.append(torch.cuda.current_stream(self.flat.device).record_event())
 
-    def parts(self, world_size: int) -> list[torch.Tensor]:
-        """Return the equal parts that the ranks of a sharded optimizer hold, in rank order."""
-        return list(self.flat.chunk(world_size))
+    @property
+    def own_part(self) -> torch.Tensor:
+        """This rank's part under a sharded optimizer; the parts are equal and in rank order."""
+        return self.flat.chunk(self.ranks.world_size)[self.ranks.rank]
 
 
 class Packing:
@@ -170,11 +171,11 @@ class Packing:
         self.finish(part, part, 1.0)
 
 
-def plan(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
+def group_slots(slots: Sequence[Slot], bucket_bytes: int) -> list[list[Slot]]:
     """Group slots into buckets, and return the buckets in the order in which they become full.
 
     A bucket takes gradients of one type and one kind until it has bucket_bytes. The kinds are whole parameters and
-    shards over the same ranks, because their norms are counted differently. All ranks get the same plan, also where
+    shards over the same ranks, because their norms are counted differently. All ranks get the same groups, also where
     they have different numbers of experts.
     """
     opened: dict[tuple, list[Slot]] = {}
@@ -226,7 +227,7 @@ def ranks_that_reduce(parameter: torch.Tensor, ranks: Communicator) -> Communica
 def lay_out(groups: Sequence[Sequence[Slot]], ranks: Communicator) -> list[Bucket]:
     """Allocate buckets for the groups of a plan, and give every slot its place.
 
-    The memory is symmetric if possible. This is a collective call, and all ranks pass the same plan. Gradients that
+    The memory is symmetric if possible. This is a collective call, and all ranks pass the same groups. Gradients that
     slots have already are moved one after another.
     """
     reducing = [ranks_that_reduce(members[0].parameter, ranks) for members in groups]

@@ -10,7 +10,7 @@ from weft.metadata import metadata, set_metadata
 from weft.sharding.owners import owners_of
 from weft.sharding.sharded_grad import is_elsewhere, local, over_ranks, place_for
 
-_BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
+BLOCK = 1 << 15  # elements; a block in fp64 stays in the second-level cache
 # Squares below 1 are rounded to multiples of 2^-20, and what remains (at most 2^-21) to multiples of 2^-41. Adding one
 # of these numbers and subtracting it rounds so, because it has 52 bits behind its first. Sums of up to 2^32 such
 # multiples are exact in fp64.
@@ -79,7 +79,7 @@ def _squares(gradients: Sequence[torch.Tensor], exponent: int) -> torch.Tensor:
     element is below 2^exponent.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=gradients[0].device)
-    for block in (block for gradient in gradients for block in gradient.reshape(-1).split(_BLOCK)):
+    for block in (block for gradient in gradients for block in gradient.reshape(-1).split(BLOCK)):
         rest = (block.double() * math.ldexp(1.0, -exponent)).square_()
         for i, step in enumerate(_STEPS):
             rounded = (rest + step).sub_(step)

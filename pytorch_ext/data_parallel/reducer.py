@@ -27,10 +27,19 @@ from torch.autograd.graph import get_gradient_edge
 
 from weft.comm.communicator import Communicator
 from weft.data_parallel import consensus
-from weft.data_parallel.bucket_comm import BLOCK, Transport, Wait, measure
-from weft.data_parallel.buckets import Bucket, Slot, alike, lay_out, pack_by_kernels, plan, put, ranks_that_reduce
+from weft.data_parallel.bucket_comm import Transport, Wait, measure
+from weft.data_parallel.buckets import (
+    Bucket,
+    Slot,
+    alike,
+    group_slots,
+    lay_out,
+    pack_by_kernels,
+    put,
+    ranks_that_reduce,
+)
 from weft.data_parallel.consensus import BackwardErrors, ErrorConsensus
-from weft.data_parallel.grad_norm import counted, powers
+from weft.data_parallel.grad_norm import BLOCK, counted, powers
 from weft.sharding.owners import owners_of
 from weft.sharding.ruled_tensor import RuledTensor
 from weft.sharding.sharded_grad import gradient_like, is_elsewhere, over_ranks
@@ -76,8 +85,8 @@ class Reducer:
         """Make a reducer of these parameters.
 
         Args:
-            unused: "error", "zero", or "others": a parameter that no rank has used keeps no gradient, and where some
-                have, those of the others are zeros.
+            unused: "error", "zero", or "others": a parameter unused on every rank keeps no gradient; if some ranks used
+                it, the others count zeros.
             by_hand: one reduction covers all backwards from `begin`, before which no parameter has a gradient, to
                 `finish`. `sync` is set in the last backward of a parameter, and its bucket may travel from then on.
                 Other backwards are left as they are.
@@ -94,7 +103,7 @@ class Reducer:
         self._check_gradients, self._by_hand = check_gradients, by_hand
         self._consensus = ErrorConsensus(self.ranks, self.slots[0].parameter.device)
         self._reduces = True  # the backward under way
-        self._ends = False  # at its end `_end` runs, because it has reached an output of a forward
+        self._ends = False  # autograd calls `_end` at the end of this backward, which has reached an output of forward
         self._task: int | None = None  # autograd's number of the backward under way
         self._outputs_begin = False  # hooks on the module's outputs call `begin`
         self._learning = True  # this backward records the order of gradients and how often each comes
@@ -132,7 +141,7 @@ class Reducer:
 
     def lay_out(self, order: Sequence[Slot]) -> None:
         """Lay out buckets for slots in this order. A collective call; every rank passes the same order."""
-        self.buckets = lay_out(plan(order, self._bucket_bytes), self.ranks)
+        self.buckets = lay_out(group_slots(order, self._bucket_bytes), self.ranks)
         if self.transport.packs:
             for ranks in dict.fromkeys(bucket.ranks for bucket in self.buckets):
                 of_ranks = [bucket for bucket in self.buckets if bucket.ranks == ranks]

@@ -161,8 +161,7 @@ class Shards:
         `.grad` of each parameter of the module then refers to the gradient of its piece.
         """
         for bucket, part in self._parts.items():
-            reduced = bucket.parts(bucket.ranks.world_size)[bucket.ranks.rank]
-            if part.add(reduced):
+            if part.add(bucket.own_part):
                 measure(part.gradients, bucket)
             for at in part.places.values():
                 at.piece.grad = at.of_piece

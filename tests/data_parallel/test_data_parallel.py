@@ -572,5 +572,5 @@ def test_the_plan_of_many_small_parameters_looks_at_each_once(monkeypatch):
     slots = [Slot(number, str(number), nn.Parameter(torch.ones(3))) for number in range(100)]
     looked = []
     monkeypatch.setattr(buckets, "padded_bytes", lambda slot: looked.append(slot) or 64)
-    assert [len(members) for members in buckets.plan(slots, 640)] == [10] * 10
+    assert [len(members) for members in buckets.group_slots(slots, 640)] == [10] * 10
     assert looked == slots
