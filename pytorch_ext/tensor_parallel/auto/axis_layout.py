@@ -26,7 +26,7 @@ class Axis:
         pieces: the parts of the axis that are used separately (queries, keys and values of a fused projection).
         apart: the pieces lie along a dimension of their own, [pieces, ...], instead of one after another.
         used: the axis was also used as a whole.
-        lone: a view dropped a dimension of size 1 that may have been split.
+        ambiguous: a view dropped a dimension of size 1 that may have been split.
         summed: whole parameters that meet the axis. Their gradients are summed over the ranks.
     """
 
@@ -37,7 +37,7 @@ class Axis:
     pieces: dict[tuple[int, int], "Axis"] = field(default_factory=dict)
     apart: bool = False
     used: bool = False
-    lone: bool = False
+    ambiguous: bool = False
     summed: set[str] = field(default_factory=set)
 
     def __post_init__(self):
@@ -112,17 +112,17 @@ class AxisLayout:
         return self
 
 
-def viewed(layout: AxisLayout, old: tuple[int, ...], new: tuple[int, ...], lone: bool) -> AxisLayout:
+def viewed(layout: AxisLayout, old: tuple[int, ...], new: tuple[int, ...], first: bool) -> AxisLayout:
     """Return the layout after a view of a tensor of shape `old` as `new`.
 
     Args:
-        lone: if a dimension of size 1 stands before the one that continues the axis, take the dimension of size 1.
+        first: if a dimension of size 1 stands before the one that continues the axis, take the dimension of size 1.
     """
     prefix, whole = prod(old[: layout.dim]) * layout.before, layout.extent
     together = layout.before == 1 and _consecutive(layout)
     if together:
         whole *= prod(size for _, size in layout.minor)
-    dim, before, size = _boundary(new, prefix, lone, layout.axis)
+    dim, before, size = _boundary(new, prefix, first, layout.axis)
     extent = size // before
     if extent * before != size or (extent % layout.extent and layout.extent % extent):
         raise ConflictError("a view cuts through its features")
@@ -138,7 +138,7 @@ def viewed(layout: AxisLayout, old: tuple[int, ...], new: tuple[int, ...], lone:
     return AxisLayout(dim, before, extent, layout.axis, units, copies, minor)
 
 
-def _boundary(new, prefix: int, lone: bool, axis: Axis) -> tuple[int, int, int]:
+def _boundary(new, prefix: int, first: bool, axis: Axis) -> tuple[int, int, int]:
     """Return the dimension of `new` at which, or within which, the product of the leading sizes is `prefix`.
 
     Returns:
@@ -149,12 +149,12 @@ def _boundary(new, prefix: int, lone: bool, axis: Axis) -> tuple[int, int, int]:
         if passed * size > prefix or (passed == prefix and size == 1 and _ends_here(new, dim)):
             if prefix % passed:
                 break
-            first = dim
-            while first > 0 and passed == prefix and new[first - 1] == 1:
-                first -= 1
-            if first < dim and new[dim] > 1 and first > 0:
-                axis.lone = True
-                if lone:
+            start = dim
+            while start > 0 and passed == prefix and new[start - 1] == 1:
+                start -= 1
+            if start < dim and new[dim] > 1 and start > 0:
+                axis.ambiguous = True
+                if first:
                     return dim - 1, 1, 1
             return dim, prefix // passed, size
         passed *= size

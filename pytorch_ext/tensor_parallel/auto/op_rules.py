@@ -19,13 +19,13 @@ class AxisJoin:
     Attributes:
         same: pairs of axes with the same units.
         copied: (fine, coarse, n): n units of the fine axis use each unit of the coarse axis (a KV head).
-        lone: layers with a split dimension of size 1 (the only KV head).
+        ambiguous: layers with a split dimension of size 1 (the only KV head).
     """
 
-    def __init__(self, lone: frozenset[str] = frozenset()):
+    def __init__(self, ambiguous: frozenset[str] = frozenset()):
         self.same: list[tuple[Axis, Axis]] = []
         self.copied: list[tuple[Axis, Axis, int]] = []
-        self.lone = lone
+        self.ambiguous = ambiguous
 
     def join(self, one: AxisLayout | None, other: AxisLayout, operation: str) -> AxisLayout:
         """Return the layout of an elementwise operation on two tensors, and record that their axes meet."""
@@ -125,8 +125,7 @@ def _alike(node, layouts, meeting):
 def _view(node, layouts, meeting):
     value = node.inputs[0]
     layout = layouts[value]
-    lone = layout.axis.layer in meeting.lone
-    return [viewed(layout, value.shape, node.outputs[0].shape, lone)]
+    return [viewed(layout, value.shape, node.outputs[0].shape, first=layout.axis.layer in meeting.ambiguous)]
 
 
 def _permute(node, layouts, meeting):
@@ -210,7 +209,7 @@ def _piece(node: Node, layout: AxisLayout, start: int, stop: int) -> AxisLayout:
 def _split(node, layouts, meeting):
     value = node.inputs[0]
     layout, dims = layouts[value], len(value.shape)
-    dim = _argument(node, 2, "dim", 0) % dims
+    dim = _dim_of(node, 2, 0) % dims
     if dim != layout.dim:
         return [_cut_elsewhere(layout, dim) for _ in node.outputs]
     found, start = [], 0
@@ -228,7 +227,7 @@ def _select(node, layouts, meeting):
 
 def _unbind(node, layouts, meeting):
     value = node.inputs[0]
-    dim = _argument(node, 1, "dim", 0) % len(value.shape)
+    dim = _dim_of(node, 1, 0) % len(value.shape)
     return [_selected(node, layouts[value], dim, index) for index in range(value.shape[dim])]
 
 
@@ -254,11 +253,11 @@ def _as_pairs(node, layouts, meeting):
 
 
 def _cat(node, layouts, meeting):
-    return [_joined_along(node, layouts, meeting, _argument(node, 1, "dim", 0) % len(node.outputs[0].shape))]
+    return [_joined_along(node, layouts, meeting, _dim_of(node, 1, 0) % len(node.outputs[0].shape))]
 
 
 def _stack(node, layouts, meeting):
-    new = _argument(node, 1, "dim", 0) % len(node.outputs[0].shape)
+    new = _dim_of(node, 1, 0) % len(node.outputs[0].shape)
     return [_joined_along(node, layouts, meeting, None).moved(lambda dim: dim + (dim >= new))]
 
 
@@ -288,7 +287,7 @@ def _reduce(node, layouts, meeting, place=1):
     """
     value = node.inputs[0]
     layout = layouts[value].use()
-    dims = _dims(_argument(node, place, "dim", None), len(value.shape))
+    dims = _dims(_dim_of(node, place, None), len(value.shape))
     if layout.dim in dims:
         raise ConflictError(f"{_name(node)} goes over all of its features")
     out = next(output for output in node.outputs if output is not None)
@@ -301,7 +300,7 @@ def _along(node, layouts, meeting, place=1):
     """Follow an operation along one dimension that keeps the others: softmax, cumsum, topk; (x, dim)."""
     value = node.inputs[0]
     layout = layouts[value].use()
-    if layout.dim in _dims(_argument(node, place, "dim", -1), len(value.shape)):
+    if layout.dim in _dims(_dim_of(node, place, -1), len(value.shape)):
         raise ConflictError(f"{_name(node)} goes over all of its features")
     return [replace(layout, minor=(), constant=frozenset()) for _ in node.outputs]
 
@@ -378,8 +377,8 @@ def _pool(node, layouts, meeting):
 # Arguments
 
 
-def _argument(node: Node, place: int, name: str, otherwise):
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, otherwise)
+def _dim_of(node: Node, place: int, otherwise):
+    return node.args[place] if len(node.args) > place else node.kwargs.get("dim", otherwise)
 
 
 def _dims(dims, count: int) -> set[int]:

@@ -182,7 +182,7 @@ class Flow:
         self.elsewhere = self._elsewhere()
         self.fixed = self._hooked() | self.elsewhere | inseparable(model) | uneven_groups(model, world)
         self.refused: dict[str, str] = {}
-        self.lone = frozenset[str]()
+        self.ambiguous = frozenset[str]()
 
     def refuse(self, layers, reason: str) -> None:
         for layer in layers:
@@ -196,13 +196,14 @@ class Flow:
     def find(self) -> Propagation:
         while True:
             self.refused |= self.fixed
-            found, failed, axes = self._pass()
+            found, failed = self._pass()
             if not failed:
                 found.refused = dict(self.refused)
                 return found
-            lone = {axis.layer for axis in axes if axis.lone and axis.layer in failed} - self.lone
-            if lone:
-                self.lone |= lone
+            axes = {layout.axis for layout in found.layouts.values()}
+            ambiguous = {axis.layer for axis in axes if axis.ambiguous and axis.layer in failed} - self.ambiguous
+            if ambiguous:
+                self.ambiguous |= ambiguous
             else:
                 self.refused |= {layer: reason for layer, reason in failed.items() if layer not in self.refused}
 
@@ -217,7 +218,7 @@ class Flow:
         """
         self.fixed = {name: "the plan leaves it whole" for name in self.modules if name not in {*columns, *rows}}
         self.refused = {**self.fixed, **dict.fromkeys(rows, "it is split by rows")}
-        found, meeting, unknown = Propagation(self.world_size), AxisJoin(self.lone), set[Value]()
+        found, meeting, unknown = Propagation(self.world_size), AxisJoin(self.ambiguous), set[Value]()
         for node in self.trace.nodes:
             outputs = {value for value in node.outputs if value is not None}
             if node.layer in rows and not any(value in found.layouts or value in unknown for value in node.inputs):
@@ -236,9 +237,9 @@ class Flow:
             except ConflictError as conflict:
                 axes = [found.layouts[value].axis for value in node.inputs if value in found.layouts]
                 axes += conflict.axes
-                lone = {axis.layer for axis in axes if axis.lone} - self.lone
-                if lone:
-                    self.lone |= lone
+                ambiguous = {axis.layer for axis in axes if axis.ambiguous} - self.ambiguous
+                if ambiguous:
+                    self.ambiguous |= ambiguous
                     return self.misuse(columns, rows)
                 return axes[0].layer, str(conflict)
             found.layouts |= {
@@ -275,10 +276,9 @@ class Flow:
             return False
         return any(node.where in self.owners[name] for name in node.inputs[0].origin or ())
 
-    def _pass(self) -> tuple[Propagation, dict[str, str], set[Axis]]:
-        found, meeting = Propagation(self.world_size), AxisJoin(self.lone)
+    def _pass(self) -> tuple[Propagation, dict[str, str]]:
+        found, meeting = Propagation(self.world_size), AxisJoin(self.ambiguous)
         failed: dict[str, str] = {}
-        axes: set[Axis] = set()
 
         def fail(values, reason):
             for value in values:
@@ -296,7 +296,6 @@ class Flow:
             for value, layout in zip(node.outputs, layouts, strict=False):
                 if value is not None and layout is not None:
                     found.layouts[value] = layout
-                    axes.add(layout.axis)
         made_whole = is_transformers(self.modules[""])  # by gather_outputs.py; other models may be cut into stages
         for value in self.trace.outputs:
             layout = found.layouts.get(value)
@@ -304,8 +303,8 @@ class Flow:
                 continue
             if not (layout.axis.layer in self.returned and layout.raw):
                 fail([value], RETURNED)
-        self._solve(found, meeting, axes, failed)
-        return found, failed, axes
+        self._solve(found, meeting, failed)
+        return found, failed
 
     def _after(self, node: Node, found: Propagation, meeting: AxisJoin) -> list[AxisLayout | None]:
         """Return the layouts of a node's outputs."""
@@ -377,7 +376,7 @@ class Flow:
         after = layout.use()
         return [replace(after, units=gcd(after.units, groups))]
 
-    def _solve(self, found: Propagation, meeting: AxisJoin, axes: set[Axis], failed: dict[str, str]) -> None:
+    def _solve(self, found: Propagation, meeting: AxisJoin, failed: dict[str, str]) -> None:
         """Give a System to each group of axes that meet, or record why the group fails."""
         leaves: dict[str, list[Axis]] = {}
         for layer, axis in found.columns.items():
@@ -403,14 +402,11 @@ class Flow:
                 for layer in layers:
                     failed.setdefault(layer, reason)
             else:
-                found.summed |= {name for axis in group for name in self._summed(axis, axes, failed)}
+                related = {other for axis in group for other in self._related(found, axis)}
+                found.summed |= {name for axis in related for name in axis.summed}
         if not failed:
             self._check_pieces(found, leaves, failed)
             self._check_summed(found, failed)
-
-    def _summed(self, axis: Axis, axes: set[Axis], failed) -> set[str]:
-        """Return the summed parameters of the axis and of the axis that it is a piece of."""
-        return {name for other in axes if other.layer == axis.layer for name in other.summed}
 
     def _units(self, found: Propagation, group: set[Axis], meeting: AxisJoin) -> str | None:
         """Give the group its System; return the reason if there is none."""

@@ -272,7 +272,7 @@ class Search:
         for run in self.runs:
             flow = Flow(run.twin, run.whole, self.world_size)
             flow.fixed, flow.refused = self.flow.fixed, dict(self.flow.refused)
-            flow.lone, flow.returned = self.flow.lone, self.flow.returned
+            flow.ambiguous, flow.returned = self.flow.ambiguous, self.flow.returned
             other = found if run is self.runs[0] else flow.find()
             unlike = other.unlike(found)
             if unlike:
