@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.tools.planner import Clock, Hardware, Job, Layout, Model, Scale, mean_error, search, validate
+from weft.tools.planner import Clock, Hardware, Job, Layout, MemoryModel, Model, mean_error, search, validate
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
 
@@ -29,7 +29,7 @@ def times(search, keep):
 
 
 def gib(job, layout):
-    return f"{Scale(job).memory(layout).total / 2**30:.0f} GiB"
+    return f"{MemoryModel(job).memory(layout).total / 2**30:.0f} GiB"
 
 
 def small():
@@ -82,7 +82,7 @@ def recompute():
     job = Job(Model.of("llama-3-8b"), Hardware.of("h100"), 8192, 128)
     layouts = [Layout(dp=2, cp=4, zero=1, recompute=recompute) for recompute in ("none", "selective", "full")]
     none, *others = (Clock(job).step(layout).seconds for layout in layouts)
-    kept = [Scale(job).memory(layout).activations / 2**30 for layout in layouts]
+    kept = [MemoryModel(job).memory(layout).activations / 2**30 for layout in layouts]
     return f"Llama 3 8B again: selective {others[0] / none:.2f}x the time, full {others[1] / none:.2f}x; activations {kept[0]:.1f}, {kept[1]:.1f} and {kept[2]:.1f} GiB"
 
 

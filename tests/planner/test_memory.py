@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from weft.tools.planner import Hardware, Job, Layout, Model, Scale
+from weft.tools.planner import Hardware, Job, Layout, MemoryModel, Model
 from weft.tools.planner.job import LayerShare
 from weft.tools.planner.step_memory import in_flight, layer_of
 
@@ -53,7 +53,7 @@ def test_experts_are_divided_by_ep_and_tp_and_their_states_by_the_ranks_with_the
     job = Job(model, Hardware.of("a100"), 128, 16)
     expert, common = 3 * 64 * 24, model.parameters - 3 * 10 * 3 * 64 * 24
     for ep, most in ((1, 10), (2, 5), (4, 3), (8, 2)):  # the rank with the most of ten
-        memory = Scale(job).memory(Layout(dp=8, ep=ep, zero=1))
+        memory = MemoryModel(job).memory(Layout(dp=8, ep=ep, zero=1))
         held = common + 3 * most * expert
         assert memory.weights == 2 * held and memory.gradients == 4 * held
         assert memory.optimizer == pytest.approx(12 * (common / 8 + 3 * most * expert * ep / 8))
@@ -61,20 +61,20 @@ def test_experts_are_divided_by_ep_and_tp_and_their_states_by_the_ranks_with_the
     assert (split.experts, split.intermediate) == (2, 16)  # ten over eight ranks
     # Each rank's tokens count for two experts; the most loaded rank of ep and tp has a tenth more than the mean.
     assert LayerShare.of(job, 1, 1, 3).rows == 3 * 128 * 2 and split.rows == math.ceil(1.1 * 128 * 2 / 2)
-    more = Scale(replace(job, imbalance=2.0)).memory(Layout(dp=8, ep=2)).activations
-    even = Scale(replace(job, imbalance=1.0)).memory(Layout(dp=8, ep=2)).activations
+    more = MemoryModel(replace(job, imbalance=2.0)).memory(Layout(dp=8, ep=2)).activations
+    even = MemoryModel(replace(job, imbalance=1.0)).memory(Layout(dp=8, ep=2)).activations
     assert more - even == 3 * 256 * (2 * 64 + 4 * 24) * 2
 
 
 def test_states_take_18_bytes_a_parameter_in_bf16_and_16_in_fp32():
     model = Model.of("gpt-3-175b")
     for precision, expected in (("bf16", 18), ("fp32", 16)):
-        memory = Scale(Job(model, A100, 2048, 1, precision)).memory(Layout())
+        memory = MemoryModel(Job(model, A100, 2048, 1, precision)).memory(Layout())
         assert memory.weights + memory.gradients + memory.optimizer == expected * model.parameters
     # Rajbhandari et al. 2020: stage 1 leaves 2 + 4 + 12 / N, stage 2 leaves 2 + 16 / N, stage 3 leaves 18 / N.
     job, ranks = Job(model, A100, 2048, 64), 64
     for zero, expected in ((1, 6 + 12 / ranks), (2, 2 + 16 / ranks), (3, 18 / ranks)):
-        memory = Scale(job).memory(Layout(dp=ranks, zero=zero))
+        memory = MemoryModel(job).memory(Layout(dp=ranks, zero=zero))
         assert memory.weights + memory.gradients + memory.optimizer == expected * model.parameters
 
 
@@ -176,7 +176,7 @@ def test_a_step_holds_at_its_peak_what_is_predicted(gated, recompute):
             tracker.reset_mod_stats()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     job = Job(model, Hardware("cpu", 1e9, {"fp32": 1e9}, 1e9, 1e9, 1e9), sequence, batch, "fp32")
-    predicted = Scale(job).memory(Layout(micro_batch=batch, recompute=recompute)).total
+    predicted = MemoryModel(job).memory(Layout(micro_batch=batch, recompute=recompute)).total
     assert predicted == pytest.approx(peak, rel=0.01)
 
 
@@ -211,7 +211,7 @@ def test_twice_the_ranks_of_a_dimension_never_take_more_states_and_activations(j
     schedule = data.draw(st.sampled_from(["1f1b", "gpipe"]))
     layout = Layout(pp, 1, cp, tp, schedule=schedule, zero=data.draw(st.sampled_from([0, 1])))
     more = replace(layout, **{dimension: 2 * getattr(layout, dimension)})
-    scale = Scale(job)
+    scale = MemoryModel(job)
 
     def held(layout):
         memory = scale.stage(layout, 0)
@@ -226,11 +226,11 @@ def test_twice_the_ranks_of_a_dimension_never_take_more_states_and_activations(j
 @given(jobs, sizes, sizes, sizes, sizes)
 def test_a_further_zero_stage_or_recomputation_never_takes_more(job, pp, dp, cp, tp):
     layout = Layout(pp, dp, cp, tp)
-    scale = Scale(job)
+    scale = MemoryModel(job)
     # Of few wide layers "full" can take more than "selective", which has attention or the MLP again, not both at a time.
     for field, order in (("zero", (0, 1, 2)), ("recompute", ("none", "selective")), ("recompute", ("none", "full"))):
         totals = [scale.memory(replace(layout, **{field: value})).total for value in order]
         assert totals == sorted(totals, reverse=True)
-    scale = Scale(replace(job, by_weft=False))  # buffers for all are fewer where micro-batches are
+    scale = MemoryModel(replace(job, by_weft=False))  # buffers for all are fewer where micro-batches are
     bigger = [scale.memory(replace(layout, micro_batch=size)).total for size in (1, 2, 4)]
     assert bigger == sorted(bigger)

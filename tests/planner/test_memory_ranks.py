@@ -20,7 +20,7 @@ from weft.bench.data_parallel import demo_gpt
 from weft.nn import Experts
 from weft.testing.models import LLAMA_PLAN, Llama
 from weft.testing.ranks import run_ranks
-from weft.tools.planner import Hardware, Job, Layout, Model, Scale
+from weft.tools.planner import Hardware, Job, Layout, MemoryModel, Model
 from weft.tools.planner.step_memory import in_flight, split_layers
 
 BATCH, SEQUENCE = 8, 64
@@ -287,7 +287,7 @@ def test_every_rank_holds_what_is_predicted(demo, ranks, every):
     for number, (_, layout) in enumerate(cases):
         job = Job(DEMOS[demo].model, MACHINE, SEQUENCE, BATCH, "fp32", sequence_parallel=False, imbalance=1.0)
         for rank in range(ranks):
-            predicted = Scale(job).stage(layout, rank * layout.pp // ranks)
+            predicted = MemoryModel(job).stage(layout, rank * layout.pp // ranks)
             _compare(found[rank][number], predicted, demo, layout, rank)
 
 

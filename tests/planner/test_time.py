@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.tools.planner import Clock, Hardware, Job, Layout, Model, Scale, plan, search
+from weft.tools.planner import Clock, Hardware, Job, Layout, MemoryModel, Model, plan, search
 from weft.tools.planner.layout_search import meshes
 from weft.tools.planner.rates import exchange_s, gather_s, matmul_s, memory_s, send_s
 from weft.tools.planner.step import NODE_SPREAD, beside
@@ -218,7 +218,7 @@ def test_pruning_loses_nothing():
     job = Job(Model.of("llama-3-8b"), Hardware.of("a100"), 4096, 64)
     found = search(job, 16)
     best = {tuple(chosen.mesh.values()): chosen.step.seconds for chosen in found.plans}
-    scale, clock = Scale(job), Clock(job)
+    scale, clock = MemoryModel(job), Clock(job)
     for mesh in meshes(job, 16):
         for size in (1, 2, 4, 8, 16, 32):
             for recompute in ("none", "selective", "full"):

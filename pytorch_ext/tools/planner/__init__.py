@@ -4,10 +4,10 @@ from typing import Any
 
 from weft.tools.planner.hardware import Hardware
 from weft.tools.planner.job import Job, Layout
-from weft.tools.planner.layout_search import Candidates, Plan, Rejection, search, too_big
+from weft.tools.planner.layout_search import Candidates, Plan, Rejection, search, searched, too_big
 from weft.tools.planner.model import Model
 from weft.tools.planner.step import Clock, Step
-from weft.tools.planner.step_memory import Memory, Scale
+from weft.tools.planner.step_memory import Memory, MemoryModel
 from weft.tools.planner.validate import Comparison, mean_error, validate
 
 __all__ = [
@@ -18,10 +18,10 @@ __all__ = [
     "Job",
     "Layout",
     "Memory",
+    "MemoryModel",
     "Model",
     "Plan",
     "Rejection",
-    "Scale",
     "Step",
     "mean_error",
     "plan",
@@ -71,12 +71,6 @@ def plan(
         >>> plans[0].mesh
         {'pp': 1, 'dp': 2, 'cp': 4, 'tp': 1}
     """
-    device = Hardware.of(hardware)
-    if gpus_per_node is not None:
-        device = device.with_nodes_of(gpus_per_node)
-    more: dict[str, Any] = {"overlap": overlap, "imbalance": imbalance}
-    job = Job(Model.of(model), device, sequence_length, global_batch, precision, optimizer, **more)
-    found = search(job, gpus, recompute)
-    if not found.plans:
-        raise ValueError(too_big(job, gpus, recompute, found))
+    batch = sequence_length, global_batch, precision, optimizer
+    _, found = searched(model, hardware, gpus, recompute, gpus_per_node, *batch, overlap=overlap, imbalance=imbalance)
     return found.plans

@@ -6,11 +6,12 @@ from itertools import combinations
 from math import inf, isqrt
 from typing import Any
 
-from weft.tools.planner.hardware import check_count, presets
+from weft.tools.planner.hardware import Hardware, check_count, presets
 from weft.tools.planner.job import RECOMPUTE, SCHEDULES, Job, Layout
+from weft.tools.planner.model import Model
 from weft.tools.planner.start import DIMENSIONS, code, dimensions, init_mesh
 from weft.tools.planner.step import Clock, Step
-from weft.tools.planner.step_memory import Memory, Scale
+from weft.tools.planner.step_memory import Memory, MemoryModel
 
 # Each further mechanism (a dimension, a ZeRO stage, recomputation, chunks) must make a step faster by this share: the
 # model is not more exact, and every mechanism is one more thing to get right.
@@ -101,6 +102,20 @@ class Candidates:
     leanest: tuple[Layout, Memory] | None
 
 
+def searched(
+    model: Any, hardware: Any, gpus: int, recompute: str | None, gpus_per_node: int | None, *batch: Any, **options: Any
+) -> tuple[Job, Candidates]:
+    """Return the Job of the arguments, as of `weft.plan`, and its candidates; raise ValueError if nothing fits."""
+    device = Hardware.of(hardware)
+    if gpus_per_node is not None:
+        device = device.with_nodes_of(gpus_per_node)
+    job = Job(Model.of(model), device, *batch, **options)
+    found = search(job, gpus, recompute)
+    if not found.plans:
+        raise ValueError(too_big(job, gpus, recompute, found))
+    return job, found
+
+
 def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
     """Compare all meshes of so many devices.
 
@@ -116,7 +131,7 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
             f"sequence_length={job.sequence_length}: {job.model.name} has learned positions for {job.model.positions} "
             f"tokens; choose a sequence of at most that"
         )
-    scale, clock = Scale(job), Clock(job)
+    memories, clock = MemoryModel(job), Clock(job)
     enough = job.hardware.memory_bytes
     levels = RECOMPUTE if recompute is None else (recompute,)
     best: dict[str, Plan] = {}
@@ -125,17 +140,17 @@ def search(job: Job, gpus: int, recompute: str | None = None) -> Candidates:
     for mesh in meshes(job, gpus):
         name = family(mesh)
         leanest = _leanest(mesh, levels[-1])
-        memory = scale.memory(leanest)
+        memory = memories.memory(leanest)
         if name not in lean or memory.total < lean[name][1].total:
             lean[name] = leanest, memory
         if memory.total > enough:
             continue
-        plan = min(_fitting(job, mesh, scale, clock, levels), key=_cost)
+        plan = min(_fitting(job, mesh, memories, clock, levels), key=_cost)
         plans.append(plan)
         if name not in best or _cost(plan) < _cost(best[name]):
             best[name] = plan
     plans.sort(key=_cost)
-    rejected = _rejected(job, gpus, plans[0], best, lean, scale, clock) if plans else []
+    rejected = _rejected(job, gpus, plans[0], best, lean, memories, clock) if plans else []
     return Candidates(plans, rejected, min(lean.values(), key=lambda pair: pair[1].total, default=None))
 
 
@@ -172,7 +187,7 @@ def _leanest(mesh: Layout, recompute: str) -> Layout:
     return replace(mesh, recompute=recompute, zero=_stages(mesh)[-1])
 
 
-def _fitting(job: Job, mesh: Layout, scale: Scale, clock: Clock, levels: tuple[str, ...]) -> Iterator[Plan]:
+def _fitting(job: Job, mesh: Layout, memories: MemoryModel, clock: Clock, levels: tuple[str, ...]) -> Iterator[Plan]:
     """Yield the mesh's layouts that fit and may be the fastest.
 
     Left out are more recomputation if less of it fits, ZeRO stages 2 and 3 if stage 1 fits, since they communicate
@@ -191,7 +206,7 @@ def _fitting(job: Job, mesh: Layout, scale: Scale, clock: Clock, levels: tuple[s
                     break  # stage 1 is the fastest of the ZeRO stages
                 fits = False
                 for way in ways:
-                    memory = scale.memory(way)
+                    memory = memories.memory(way)
                     if memory.total <= job.hardware.memory_bytes:
                         plan = Plan(job, way, memory, clock.step(way))
                         fastest = min(fastest, plan.step.seconds)
@@ -240,7 +255,7 @@ def _rejected(
     chosen: Plan,
     best: dict[str, Plan],
     lean: dict[str, tuple[Layout, Memory]],
-    scale: Scale,
+    memories: MemoryModel,
     clock: Clock,
 ) -> list[Rejection]:
     """Return a line for each other combination of dimensions, and for each other way to run the chosen mesh."""
@@ -258,7 +273,7 @@ def _rejected(
             else:
                 rejected.append(Rejection(name, _impossible(job, gpus, names)))
     for text, layout in _other_ways(chosen):
-        memory = scale.memory(layout)
+        memory = memories.memory(layout)
         if memory.total > job.hardware.memory_bytes:
             rejected.append(Rejection(text, _too_big(layout, memory, job)))
         else:
@@ -375,8 +390,8 @@ def too_big(job: Job, gpus: int, recompute: str | None, found: Candidates) -> st
 
 
 def _fits(job: Job, gpus: int, recompute: str) -> bool:
-    scale = Scale(job)
-    return any(scale.memory(_leanest(mesh, recompute)).total <= job.hardware.memory_bytes for mesh in meshes(job, gpus))
+    memory = MemoryModel(job).memory
+    return any(memory(_leanest(mesh, recompute)).total <= job.hardware.memory_bytes for mesh in meshes(job, gpus))
 
 
 def describe(layout: Layout) -> str:

@@ -5,9 +5,9 @@ import json
 import sys
 from textwrap import fill
 
-from weft.tools.planner.hardware import Hardware, check_count, presets
+from weft.tools.planner.hardware import check_count, presets
 from weft.tools.planner.job import OPTIMIZERS, OVERLAP, PRECISIONS, RECOMPUTE, Job
-from weft.tools.planner.layout_search import Candidates, Plan, search, too_big
+from weft.tools.planner.layout_search import Candidates, Plan, searched
 from weft.tools.planner.model import Model
 from weft.tools.planner.model import presets as models
 from weft.tools.planner.validate import Comparison, mean_error, validate
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that would be ignored."""
+    """Raise ValueError for --top below 1, and for options that --validate would ignore."""
     if options.top is not None and options.top < 1:
         raise ValueError(f"--top {options.top} must be at least 1")
     if options.validate:
@@ -94,22 +94,9 @@ def _plan(options: argparse.Namespace) -> int:
         raise ValueError(f"needs {' and '.join(lacking)}, as in `weft plan llama-3-8b --gpus 16`{known}")
     model = Model.of(options.model)
     taken = _take_defaults(options, model)
-    hardware = Hardware.of(options.hardware)
-    if options.gpus_per_node is not None:
-        hardware = hardware.with_nodes_of(options.gpus_per_node)
-    job = Job(
-        model,
-        hardware,
-        options.sequence_length,
-        options.global_batch,
-        options.precision,
-        options.optimizer,
-        overlap=options.overlap,
-        imbalance=options.imbalance,
-    )
-    found = search(job, options.gpus, options.recompute)
-    if not found.plans:
-        raise ValueError(too_big(job, options.gpus, options.recompute, found))
+    batch = options.sequence_length, options.global_batch, options.precision, options.optimizer
+    devices = options.hardware, options.gpus, options.recompute, options.gpus_per_node
+    job, found = searched(model, *devices, *batch, overlap=options.overlap, imbalance=options.imbalance)
     plans = found.plans[: options.top]
     if options.json:
         found_plans = [plan.as_dict() for plan in plans]

@@ -38,7 +38,7 @@ class Memory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-class Scale:
+class MemoryModel:
     """Memory of the layouts of one job."""
 
     def __init__(self, job: Job):

@@ -10,7 +10,7 @@ from weft.tools.planner.hardware import Hardware
 from weft.tools.planner.job import OVERLAP, RECOMPUTE, Job, Layout
 from weft.tools.planner.model import Model
 from weft.tools.planner.step import Clock
-from weft.tools.planner.step_memory import Scale
+from weft.tools.planner.step_memory import MemoryModel
 
 _REQUIRED = (
     *("source", "hardware", "gpus", "layers", "hidden", "heads", "intermediate", "seq", "vocab"),
@@ -45,7 +45,7 @@ class Comparison:
 
 
 def validate(path: str | Path, device: Callable[[str], Hardware] = Hardware.of) -> list[Comparison]:
-    """Predict every row of a CSV file with the columns of weft/planner/data/published_training_runs.csv.
+    """Predict every row of a CSV file with the columns of weft/tools/planner/data/published_training_runs.csv.
 
     Args:
         device: hardware's name -> hardware.
@@ -88,7 +88,7 @@ def _compare(row: dict[str, str], device: Callable[[str], Hardware]) -> Comparis
         layouts = [replace(layout, zero=3) for layout in layouts]
         if not row.get("overlap"):
             job = replace(job, overlap="some")  # sharded weights are gathered ahead
-    fitting = [layout for layout in layouts if Scale(job).memory(layout).total <= job.hardware.memory_bytes]
+    fitting = [layout for layout in layouts if MemoryModel(job).memory(layout).total <= job.hardware.memory_bytes]
     clock = Clock(job)
     # A published run did fit, even if the planner computes too much memory.
     layout = min(fitting or layouts, key=lambda layout: clock.step(layout).seconds)
@@ -110,7 +110,7 @@ def _sharded(job: Job, layout: Layout) -> bool:
 
     That is so if there is no pipeline, and weights, gradients and optimizer states exceed a device's memory at stage 1.
     """
-    memory = Scale(job).memory(replace(layout, zero=1))
+    memory = MemoryModel(job).memory(replace(layout, zero=1))
     too_much = memory.weights + memory.gradients + memory.optimizer > job.hardware.memory_bytes
     return layout.pp == 1 and layout.data_ranks > 1 and too_much
 
