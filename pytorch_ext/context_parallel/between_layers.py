@@ -73,12 +73,12 @@ class _LinearAtRegion:
         if isinstance(x, SharedSequence):
             refuse_results_of_custom_functions(x)
             if layer.style == "column" and x.back == -2 and x.cut.blocks == 1:
-                return forward(x.local, region=-2)
+                return forward(x.local, sequence_dim=-2)
             note_gathering(f"{layer.style} layer", x)
             return forward(x.whole())
         if layer.style != "row" or layer.split_input or x.dim() < 3 or x.size(-2) < ranks.world_size:
             return forward(x)
-        part = forward(x, region=-2)
+        part = forward(x, sequence_dim=-2)
         layout = SequenceLayout(x.size(-2), ranks.world_size, self.sharing.layout)
         return SharedSequence(part, x.dim() - 2, SequenceCut(self.sharing, layout))
 

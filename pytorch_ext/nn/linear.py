@@ -142,19 +142,19 @@ class ParallelLinear(ShardedModule):
         *,
         in_parts: bool = False,
         addend: torch.Tensor | None = None,
-        region: int | None = None,
+        sequence_dim: int | None = None,
     ) -> torch.Tensor:
         """Return the layer's output.
 
         Args:
-            region: the sequence's dimension, for this call at the edge of a sequence-parallel region.
             in_parts: take and give this rank's parts in spite of split_input and gather_output.
             addend: row only; this rank's term of one more sum over the ranks, added to the layer's own before it
                 travels.
+            sequence_dim: the sequence's dimension, for this call at the edge of a sequence-parallel region.
         """
         if self.split_input and not in_parts:
             x = self.part_of_input(x)
-        place = self.place if region is None else self.place._replace(sequence_dim=region)
+        place = self.place if sequence_dim is None else self.place._replace(sequence_dim=sequence_dim)
         more = () if addend is None else (addend,)
         y = self._op(x, self.operand("weight"), self.operand("bias"), place, *more)
         return self.whole_output(y) if self.gather_output and not in_parts else y

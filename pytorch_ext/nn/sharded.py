@@ -22,18 +22,12 @@ _PARTS = "weft_parts"  # key in a state_dict's metadata: global shape, dimension
 _HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
-    """Return the first thing that a replacement of the module would lose ("hooks", say), or None.
-
-    Args:
-        parameters: whether the parameters are replaced too.
-    """
+def lost_with(module: nn.Module) -> str | None:
+    """Return the first thing that a replacement of the module and its parameters would lose ("hooks", say), or None."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "hooks"
     if "forward" in vars(module):
         return "a forward of its own"
-    if not parameters:
-        return None
     of_parameters = (getattr(p, hooks, None) or {} for p in module.parameters() for hooks in _HOOKS_OF_PARAMETERS)
     if any(hook is not mark_gradient for hooks in of_parameters for hook in hooks.values()):
         return "hooks of its parameters"
@@ -41,7 +35,7 @@ def lost_with(module: nn.Module, parameters: bool = True) -> str | None:
 
 
 def checked_forward(forward: Callable) -> Callable:
-    """Return a forward that marks replaced parameters and refuses torch.func.
+    """Return a forward that marks replaced parameters.
 
     torch.compile leaves it out of its graphs: it communicates, which a graph cannot record. That is
     context_parallel.uncompiled.outside_of_graphs, in the same Python call.
@@ -56,12 +50,6 @@ def checked_forward(forward: Callable) -> Callable:
             tensor = self._parameters.get(name)
             if type(tensor) is nn.Parameter and ATTRIBUTE not in tensor.__dict__:  # it was replaced
                 self._mark()
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"{type(self).__name__} inside of a transform of torch.func (grad, vmap, jvp): these have no rule for "
-                "what its ranks send to each other. Use loss.backward() or torch.autograd.grad, or transform the whole "
-                "model before weft.parallelize"
-            )
         return forward(self, *inputs, **options)
 
     return called

@@ -17,7 +17,8 @@ class RankFunction(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(
                 f"{cls.__name__} inside of a transform of torch.func (grad, vmap, jvp): these have no rule for what "
-                "ranks send to each other. Use loss.backward() or torch.autograd.grad"
+                "ranks send to each other. Use loss.backward() or torch.autograd.grad, or transform the whole model "
+                "before weft.parallelize"
             )
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
