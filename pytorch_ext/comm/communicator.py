@@ -27,7 +27,7 @@ class Communicator:
         rank: this rank in the group.
         world_size: ranks in the group.
         unreached: by device, why ranks do not reach each other's memory there; "" if they do.
-        plans: attention by the kind of its call (ops/context_attention.py).
+        known_attention: attention by the kind of its call (ops/context_attention.py).
         workspaces: by kernel and device, the workspaces of kernels that write to other ranks.
     """
 
@@ -38,7 +38,7 @@ class Communicator:
         self._records: dict[torch.device, WaitRecord] = {}
         self._processes: Processes | None = None
         self.unreached: dict[torch.device, str] = {}
-        self.plans: dict[tuple, Any] = {}
+        self.known_attention: dict[tuple, Any] = {}
         self.workspaces: dict[tuple[str, torch.device], Any] = {}
 
     @property

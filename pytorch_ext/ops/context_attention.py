@@ -115,7 +115,7 @@ def context_attention(
     with without_autocast(q.device.type):
         if invariant is not None:
             return _in_units(q, k, v, sinks, call, rules, outer, documents, Units(invariant))
-        return _plan(call, rules, outer, inner, documents, method, deterministic)(q, k, v, sinks)
+        return _attention_for(call, rules, outer, inner, documents, method, deterministic)(q, k, v, sinks)
 
 
 def planned_attention(
@@ -142,24 +142,26 @@ def planned_attention(
     options = causal, scale, window, softcap, method, deterministic
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, None if sinks is None else sinks.shape
     key = *tensors, queries.length, keys.length, queries.kind, options
-    plan = ranks.plans.get(key)
-    if plan is None:
+    attention = ranks.known_attention.get(key)
+    if attention is None:
         _check(q, k, v, causal, window, softcap, None, sinks, 0.0, method, queries.kind, None)
         call = _agree(q, k, v, ranks, None, (*options[:4], 0.0, method, queries.kind, False, None), None)
         rules = Rules(None if window is None else window - 1, 0 if causal else None, scale=scale, softcap=softcap)
-        if len(ranks.plans) >= _MOST_PLANS:
-            ranks.plans.clear()
-        plan = ranks.plans[key] = _plan(call, rules, ranks, None, None, method, deterministic)
-    if not autocasts(q.device.type):
-        return plan(q, k, v, sinks)
+        if len(ranks.known_attention) >= _MOST_KNOWN:
+            ranks.known_attention.clear()
+        attention = ranks.known_attention[key] = _attention_for(call, rules, ranks, None, None, method, deterministic)
+    if not autocasts(q.device.type):  # `without_autocast` is four Python calls more
+        return attention(q, k, v, sinks)
     with torch.autocast(q.device.type, enabled=False):
-        return plan(q, k, v, sinks)
+        return attention(q, k, v, sinks)
 
 
-_MOST_PLANS = 256  # of calls by a group: a sequence that grows has new ones all the time
+_MOST_KNOWN = 256  # kinds of calls by a group: a sequence that grows has new ones all the time
 
 
-def _plan(call: "AttentionCall", rules: Rules, outer, inner, documents, method: str, deterministic: bool) -> Callable:
+def _attention_for(
+    call: "AttentionCall", rules: Rules, outer, inner, documents, method: str, deterministic: bool
+) -> Callable:
     """Return attention(q, k, v, sinks) for a call that the ranks agreed on."""
     decision = choose(call, rules, documents is not None, method)
     library = "deterministic" if deterministic else "any"
