@@ -27,7 +27,7 @@ from weft.forward.running import followed
 from weft.invariant.at_once import NUMBERS
 from weft.invariant.exact_functions import draws_of_units
 from weft.invariant.known_calls import KnownCalls, UnitCalls
-from weft.invariant.unit_outputs import ATOMS, JoinFunction, mean_of_units, same, tensors_in
+from weft.invariant.unit_outputs import ATOMS, JoinFunction, mean_of_units, same, tensors_of
 from weft.invariant.unit_sums import UnitBatch
 from weft.metadata import metadata
 from weft.ops import kernel_choice
@@ -214,7 +214,7 @@ class BatchUnits:
     def _check_graph(self, output: Any, trained: Mapping[str, torch.Tensor]) -> None:
         """Check that autograd's graph of a unit's output ends at the unit's parameters and at none of the module."""
         names = {p: name for name, p in trained.items()}
-        nodes = [x.grad_fn for x in tensors_in(output) if x.grad_fn is not None]
+        nodes = [x.grad_fn for x in tensors_of(output) if x.grad_fn is not None]
         seen = set(nodes)
         while nodes:
             node = nodes.pop()

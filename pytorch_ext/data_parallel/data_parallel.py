@@ -19,7 +19,7 @@ from weft.data_parallel.module_state import OfWrapper, Trained, broadcast_buffer
 from weft.data_parallel.reducer import Reducer
 from weft.data_parallel.sharded_optimizer import Shards
 from weft.data_parallel.wrap_checks import check_wrap, mark_wrapped
-from weft.invariant.unit_outputs import tensors_in
+from weft.invariant.unit_outputs import tensors_of
 from weft.replicas import check_replicas
 
 _MIB = 1 << 20
@@ -171,7 +171,7 @@ class DataParallel(nn.Module):
             self._prepare()
         output = self.module(*inputs, **options)
         if trains:
-            self.reducer.begin_at([x for x in tensors_in(output) if x.grad_fn is not None])
+            self.reducer.begin_at([x for x in tensors_of(output) if x.grad_fn is not None])
         return output
 
     def _prepare(self) -> None:

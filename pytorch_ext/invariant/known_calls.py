@@ -18,7 +18,7 @@ from weft.comm.communicator import Communicator
 from weft.forward.running import followed
 from weft.invariant.at_once import NUMBERS, AtOnce, FunctionStep, PathChangedError, joined
 from weft.invariant.trial import Trial
-from weft.invariant.unit_outputs import ATOMS, leaves_of, same, same_bits, tensors_in
+from weft.invariant.unit_outputs import ATOMS, leaves_of, same, same_bits, tensors_of
 from weft.invariant.unit_sums import UnitBatch
 
 _log = logging.getLogger("weft")
@@ -162,9 +162,9 @@ class KnownCalls:
             (of_batch if x.dim() and x.size(0) == size else others).append(x)
         trial = Trial(self._units, seed, of_batch, others)
         output, parameters = self._call(trial, batch, function, arguments, True)
-        found = tensors_in(output)
+        found = tensors_of(output)
         cuts = [trial.cut_of(x) for x in found]
-        by_unit = [tensors_in(of_unit) for of_unit in units.outputs]
+        by_unit = [tensors_of(of_unit) for of_unit in units.outputs]
         if not _same_form(output, units.outputs):
             return None
         for x, *parts in zip(found, *by_unit, strict=True):

@@ -57,7 +57,7 @@ def leaves_of(output: Any) -> Iterator[Any]:
             yield leaf
 
 
-def tensors_in(output: Any) -> list[torch.Tensor]:
+def tensors_of(output: Any) -> list[torch.Tensor]:
     """Return the tensors in a module's output."""
     return [leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
 

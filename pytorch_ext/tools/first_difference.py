@@ -12,7 +12,7 @@ from torch import nn
 from weft.context_parallel.shared_sequence import parts_here
 from weft.data_parallel.batch_units import one_unit_at_a_time, running_unit
 from weft.data_parallel.data_parallel import DataParallel
-from weft.invariant.unit_outputs import same_bits, tensors_in
+from weft.invariant.unit_outputs import same_bits, tensors_of
 from weft.sharding.shard import Shard, shard_of
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class StepRecording:
         unit = running_unit()
         call = self._calls[name, unit]
         self._calls[name, unit] += 1
-        for place, whole in enumerate(tensors_in(output)):
+        for place, whole in enumerate(tensors_of(output)):
             for positions, x in parts_here(whole):
                 self.values[Event(name, "forward", unit, call, place, positions)] = x.detach().clone()
                 if x.requires_grad:
