@@ -130,7 +130,7 @@ def allocated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ticket(device: torch.device) -> torch.Tensor:
-    """Return an int32 zero of the current stream, with which a kernel counts its programs and which it sets back."""
+    """Return the stream's int32 counter, 0 between launches; a kernel counts its programs with it and resets it."""
     if device.type != "cuda":
         return _ticket(device, 0)
     if torch.cuda.is_current_stream_capturing():

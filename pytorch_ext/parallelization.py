@@ -380,7 +380,7 @@ def _sharers_of_experts(ranks: MeshRanks) -> DeviceMesh | None:
 
 
 def _give_out_by_block(model: nn.Module) -> None:
-    """Let all calls of a model that shares its sequence run as the first: others give out all parameters at once."""
+    """Run every call in full, as the first: shorter calls would gather all parameters at once."""
     for module in model.modules():
         if (entry := entry_of(module)) is not None:
             entry.learns = False
