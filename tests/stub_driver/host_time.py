@@ -44,7 +44,7 @@ class Variants:
             key = self.dispatcher.key(arguments, constants)
             types, sizes = self.parameters(arguments, dict(constants))
             image = stub_driver.image("kernel", sizes)
-            kernel = _C.launch.Kernel("kernel", image, types, 0, 4, 40, None, False, False, 0, 1, 0)
+            kernel = _C.launch.Kernel("kernel", image, types, 0, 4, 40)
             self.dispatcher.add(key, kernel)
             assert self.dispatcher.launch(grid, arguments, constants, stream)
         return True
