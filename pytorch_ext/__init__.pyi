@@ -59,6 +59,8 @@ from weft.sharding.dtensors import as_dtensors as as_dtensors
 from weft.sharding.shard import Shard as Shard
 from weft.sharding.shard import shard_of as shard_of
 from weft.sharding.sizes import split_sizes as split_sizes
+from weft.tools.compare.compare_command import compare as compare
+from weft.tools.compare.recorder import record as record
 from weft.tools.diagnosis import doctor as doctor
 from weft.tools.explanation import explain as explain
 from weft.tools.planner import plan as plan

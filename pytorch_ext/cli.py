@@ -43,6 +43,8 @@ def _run(arguments: list[str]) -> int:
         return importlib.import_module("weft.tools.planner.plan_command").run(options)
     if options.command == "explain":
         return importlib.import_module("weft.tools.explanation.explain_command").run(options)
+    if options.command == "compare":
+        return importlib.import_module("weft.tools.compare.compare_command").run(options)
     if options.command == "run":
         environment = {**os.environ, "WEFT_AS_GLOO": "1"}
         os.execve(sys.executable, [sys.executable, options.script, *options.rest], environment)
@@ -70,6 +72,15 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--as-gloo", action="store_true", required=True, help="set WEFT_AS_GLOO=1 for it and its children")
     run.add_argument("script", help="a Python file")
     run.add_argument("rest", nargs=argparse.REMAINDER, help="the script's arguments")
+    compare = commands.add_parser(
+        "compare", help="record a program as one process and on ranks, and say where the runs part first"
+    )
+    compare.add_argument("--reference", required=True, help='the plain program, one process: "python train.py"')
+    compare.add_argument("--run", required=True, help='the other: "torchrun --nproc-per-node 2 train.py --tp 2"')
+    compare.add_argument("--steps", default="0,1", help="the steps of the optimizer to compare (default 0,1)")
+    compare.add_argument("--rename", action="append", default=[], metavar="RUN=REFERENCE", help="parts of module names")
+    compare.add_argument("--keep", metavar="FOLDER", help="keep the recordings there")
+    compare.add_argument("--all", action="store_true", help="print every difference")
     explain = commands.add_parser(
         "explain", help='print what plan="auto" splits of a Hugging Face model; needs no weights'
     )

@@ -55,10 +55,10 @@ def part_of(module):
 PUBLIC = """
     all_gather all_reduce all_reduce_rms_norm all_to_all as_dtensors barrier broadcast build_info causal_probe
     check_replicas check_waits CheckpointError clip_grad_norm_ CollectiveMismatchError CollectiveTimeoutError
-    ColumnParallelLinear CommError context_attention DataParallel ddp_hook DiLoCo doctor empty_symmetric explain export_safetensors
+    ColumnParallelLinear CommError compare context_attention DataParallel ddp_hook DiLoCo doctor empty_symmetric explain export_safetensors
     FSDPAllGather FSDPReduceScatter full_state_dict HookState init_mesh LAMB LARS LayerSplit from_pretrained layerwise_groups
     linear_scaling load_balancing_loss load_checkpoint load_safetensors merge_attention Muon parallel_cross_entropy
-    parallel_linear_cross_entropy ParallelConv1d ParallelConv2d ParallelConv3d ParallelEmbedding ParallelExperts parallelize ParallelLinear Pipeline plan RankLostError reduce_scatter router_z_loss RowParallelLinear
+    parallel_linear_cross_entropy ParallelConv1d ParallelConv2d ParallelConv3d ParallelEmbedding ParallelExperts parallelize ParallelLinear Pipeline plan RankLostError record reduce_scatter router_z_loss RowParallelLinear
     save_checkpoint Shard shard_of shard_sequence split_sizes state_hash topk_gating unshard_sequence verify warm_up
 """
 

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -154,6 +155,20 @@ fsdp_module = fully_shard(model)
     ("first_hour.md", 0): (2, "", {}),
     ("first_hour.md", 1): (2, "", {}),
     ("first_hour.md", 2): (2, "first_hour.md", {}),
+    ("debugging.md", 0): (
+        1,
+        """
+import tempfile
+folder = tempfile.mkdtemp()
+def train():
+    torch.manual_seed(0)
+    nn.Linear(4, 2)(torch.ones(3, 4)).sum().backward()
+for name in ("plain", "reordered"):
+    with weft.record(f"{folder}/{name}", reordered=name == "reordered"):
+        train()
+""",
+        {'"recordings': 'folder + "'},
+    ),
     ("forward.md", 0): (4, LLAMA, {}),
     ("invariance.md", 0): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
     ("invariance.md", 1): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
@@ -302,7 +317,7 @@ def test_no_block_of_python_is_left_out():
 
 
 COMMANDS = [
-    (page, line.split("  #")[0].split())
+    (page, shlex.split(line.split("  #")[0]))
     for page in [*PAGES, ROOT / "bench" / "README.md"]
     for line in re.findall(r"^    ((?:weft|torchrun|python|make|pip) .*)$", page.read_text(), re.M)
 ]

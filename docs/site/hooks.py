@@ -22,6 +22,8 @@ TOPICS = {
         "mesh",
         "tools.explanation",
         "tools.verification",
+        "tools.compare.compare_command",
+        "tools.compare.recorder",
         "tools.tuning",
         "replicas",
         "tools.diagnosis",

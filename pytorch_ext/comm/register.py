@@ -5,6 +5,7 @@ weft, under gloo's name.
 """
 
 import functools
+import importlib
 import importlib.abc
 import importlib.util
 import os
@@ -22,7 +23,9 @@ def register_backend_when_torch_is_imported() -> None:
 
 
 def autoload() -> None:
-    """Do nothing: torch imports this module at the end of `import torch`, and the import has registered the backend."""
+    """Record the process for `weft compare`, if it is asked for. torch calls this at the end of `import torch`."""
+    if os.environ.get("WEFT_RECORD"):
+        importlib.import_module("weft.tools.compare.recorder").record_by_environment()
 
 
 def _register(c10d) -> None:

@@ -1,0 +1,438 @@
+"""Record what a program computes: what its modules take and give, their gradients, and steps of its optimizers.
+
+The program is anybody's. A module's call is seen by `nn.Module.__call__`, a backward by `torch.autograd.backward`, and
+a step by torch's hooks of all optimizers; all of it is as before when the recording ends. Tensors are kept whole, so a
+model that is to be compared should be small.
+"""
+
+import atexit
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import weft.clip_grad
+from weft.context_parallel.shared_sequence import parts_here
+from weft.data_parallel.data_parallel import DataParallel
+from weft.data_parallel.grad_norm import gradient_of
+from weft.data_parallel.sharded_optimizer import piece_of
+from weft.sharding.shard import shard_of
+from weft.sharding.sharded_grad import local
+from weft.tools.compare.reordering import OtherOrder, nudge
+
+STEPS = (0, 1)
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # parts of names
+_AROUND = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # classes around a whole model
+_HOOKED = (torch.Tensor, nn.Parameter, DTensor)
+Place = dict[int | str, list[tuple[int, int]]]  # dimension, or "flat", to the stretches of the whole that a rank has
+
+
+class Seen(NamedTuple):
+    """One tensor of a run on one rank.
+
+    Attributes:
+        step: number of the optimizer's steps before.
+        kind: what it is: "input", "output", "gradient of input", "parameter", "loss" and so on.
+        module: name of the module, or of the parameter.
+        root: number of the call of the whole model in the step.
+        call: number of the module's call within that call.
+        item: number of the tensor among the arguments or results; the name of an optimizer's state.
+        tensor: this rank's part.
+        partial: the parts of ranks are to be added up (DTensor's Partial).
+        place: the part's place in the whole tensor, where it is known.
+    """
+
+    step: int
+    kind: str
+    module: str
+    root: int
+    call: int
+    item: int | str
+    tensor: torch.Tensor
+    partial: bool = False
+    place: Place | None = None
+
+
+Call = tuple[str, int, int]  # module, call of the whole model, call of the module within
+Edge = tuple[Call, Call]
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+
+class RunRecorder:
+    """Recording of this process.
+
+    Args:
+        steps: numbers of the steps to keep, from 0.
+        reordered: compute products in another order of summation, and start from parameters that differ by a rounding
+            step. Compared with a recording without it, this measures rounding.
+    """
+
+    def __init__(self, steps: Sequence[int] = STEPS, reordered: bool = False):
+        self.steps, self.reordered, self.step = set(steps), reordered, 0
+        self._found: list[tuple[Any, ...]] = []  # of Seen, with the module itself for its name
+        self._running = _Running()
+        self._roots: list[nn.Module] = []
+        self._calls: Counter = Counter()
+        self._root_calls = -1
+        self._again: Counter = Counter()
+        self._names: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}  # of parameters, by id
+        self._stepped: set[int] = set()
+        self._modules: dict[int, str] = {}
+        self._made: dict[Any, list[tuple]] = {}  # a node of autograd's graph to the calls whose output it is
+        self._edges: dict[tuple, None] = {}  # (call that made a tensor, call that it went into)
+        self._undo: list[Callable[[], Any]] = []
+        self._nudged = False
+
+    # Hooks
+
+    def start(self) -> None:
+        recorder, call, backward = self, nn.Module.__call__, torch.autograd.backward
+
+        def called(module, *args, **kwargs):
+            if recorder.step not in recorder.steps or torch.compiler.is_compiling() or not recorder._counts(module):
+                return call(module, *args, **kwargs)
+            return recorder._call(call, module, args, kwargs)
+
+        def differentiated(tensors, *args, **kwargs):
+            if recorder.step in recorder.steps:
+                for x in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
+                    if x.numel() == 1:
+                        recorder._keep("loss", None, x, item=recorder._next("loss"))
+            return backward(tensors, *args, **kwargs)
+
+        self._put(nn.Module, "__call__", called)
+        self._put(nn.functional, "dropout", self._dropping(nn.functional.dropout))
+        self._put(torch.autograd, "backward", differentiated)
+        for home in (nn.utils, nn.utils.clip_grad, weft, weft.clip_grad):
+            self._put(home, "clip_grad_norm_", self._clipping(home.clip_grad_norm_))
+        self._put(nn.utils, "clip_grads_with_norm_", self._scaling(nn.utils.clip_grads_with_norm_))
+        self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
+        if self.reordered:
+            mode = OtherOrder()
+            mode.__enter__()
+            self._undo.append(lambda: mode.__exit__(None, None, None))
+
+    def stop(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _put(self, home: Any, name: str, value: Any) -> None:
+        before = getattr(home, name)
+        setattr(home, name, value)
+        self._undo.append(lambda: setattr(home, name, before))
+
+    # Modules
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Return whether a call is one of the program's model: no trial on the meta device, and no wrapper."""
+        if type(module).__name__ in _AROUND:
+            return False
+        return bool(self._running.modules) or not any(x.is_meta for x in module.parameters())
+
+    def _call(self, call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        stack = self._running.modules
+        again = torch._C._current_graph_task_id() != -1  # recomputed in backward
+        if not stack and not again:
+            if self._stepped:
+                self._end_step()
+            self._enter_root(module)
+        counted = self._again if again else self._calls
+        number = counted[self._root_calls, module]
+        counted[self._root_calls, module] += 1
+        at = (module, self._root_calls, number)
+        args, kwargs = self._note_all("input", at, (args, kwargs), again)
+        stack.append(module)
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            stack.pop()
+        return self._note_all("output", at, output, again)
+
+    def _enter_root(self, module: nn.Module) -> None:
+        if not any(module is root for root in self._roots):
+            self._roots.append(module)
+        self._root_calls += 1
+        if not any(True for _ in module.parameters()):
+            return
+        if self.reordered and not self._nudged:
+            self._nudged = True
+            nudge(module)
+        for name, x in module.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(x), (x, module, name))
+            if torch.is_grad_enabled() and self._first("parameters", x):
+                self._keep("parameter", (module, name), x, place=place_of(x))
+
+    def _first(self, key: str, x: object) -> bool:
+        self._calls[key, id(x)] += 1
+        return self._calls[key, id(x)] == 1
+
+    def _note_all(self, kind: str, at: tuple, tree: Any, again: bool) -> Any:
+        leaves, structure = tree_flatten(tree)
+        views: dict[int, torch.Tensor] = {}
+        for item, x in enumerate(leaves):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
+                with torch._C.DisableTorchFunction():
+                    leaves[item] = self._note(kind, at, item, x, again, views)
+        return tree_unflatten(leaves, structure) if views else tree
+
+    def _note(self, kind: str, at: tuple, item: int, x: torch.Tensor, again: bool, views: dict) -> torch.Tensor:
+        if not again:
+            self._keep(kind, at, x, item)
+        parts = parts_here(x)
+        alone = parts[0][1] is x
+        if not x.requires_grad or not torch.is_grad_enabled() or (alone and type(x) not in _HOOKED):
+            return x
+        if not again:
+            self._note_edges(kind, at, x)
+        if kind == "input" and alone and not isinstance(x, nn.Parameter):
+            # a node of its own in the graph: its gradient is that of this module alone
+            x = views.setdefault(id(x), x.view_as(x))
+            parts = [(None, x)]
+        for part, values in parts:
+            where = item if part is None else f"{item}.{part}"
+            values.register_hook(lambda dx, where=where: self._keep(f"gradient of {kind}", at, dx, where))
+        return x
+
+    def _note_edges(self, kind: str, at: tuple, x: torch.Tensor) -> None:
+        """Note from which calls' outputs a tensor was computed, past none that is between."""
+        reached, next_ones = set(), [x.grad_fn]
+        while next_ones:
+            node = next_ones.pop()
+            if node is None or node in reached:
+                continue
+            reached.add(node)
+            if makers := self._made.get(node):
+                self._edges.update(dict.fromkeys((maker, at) for maker in makers if maker != at))
+            else:
+                next_ones += [parent for parent, _ in node.next_functions]
+        if kind == "output" and x.grad_fn is not None:
+            self._made.setdefault(x.grad_fn, []).append(at)
+
+    def _keep(self, kind: str, at: Any, x: torch.Tensor, item: int | str = 0, place: Place | None = None) -> None:
+        if self.step not in self.steps:
+            return
+        with torch.no_grad(), _disable_current_modes():
+            for part, values in parts_here(x):
+                partial = isinstance(x, DTensor) and any(isinstance(to, Partial) for to in x.placements)
+                where = item if part is None else f"{item}.{part}"
+                values = values.wait() if isinstance(values, AsyncCollectiveTensor) else values
+                kept = local(values.detach()).to("cpu", copy=True)
+                if type(kept) is not torch.Tensor:  # of a class of its own, without values: on another stage
+                    continue
+                self._found.append((self.step, kind, at, where, kept, partial, place))
+
+    def _dropping(self, drop: Callable) -> Callable:
+        """Return a dropout that records what it would drop, and drops nothing."""
+
+        def dropped(x, p=0.5, training=True, inplace=False):
+            if not training or p == 0.0 or self.step not in self.steps or not self._running.modules:
+                return drop(x, p, training, inplace)
+            with torch.no_grad():
+                left = drop(torch.ones_like(x), p, True)
+            if torch._C._current_graph_task_id() == -1:
+                module = self._running.modules[-1]
+                number = self._next("drops", module)
+                self._keep("input", (module, self._root_calls, number), x, "dropped")
+                self._keep("dropout", (module, self._root_calls, number), left != 0)
+            return x
+
+        return dropped
+
+    def _next(self, key: str, of: object = None) -> int:
+        self._calls[key, of] += 1
+        return self._calls[key, of] - 1
+
+    # Steps of optimizers
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) in self._stepped:
+            self._end_step()
+        self._stepped.add(id(optimizer))
+        if self.step not in self.steps:
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            rate = torch.as_tensor(group.get("lr", 0.0), dtype=torch.float64)
+            self._keep("learning rate", None, rate, item=f"{type(optimizer).__name__} {number}")
+        self._keep_gradients("gradient", _parameters(optimizer))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.step not in self.steps:
+            return
+        for x in _parameters(optimizer):
+            self._keep("updated parameter", x, x, place=place_of(x))
+            for name, state in optimizer.state.get(x, {}).items():
+                if isinstance(state, torch.Tensor) and local(state).numel() == local(x).numel():
+                    self._keep("state", x, state, item=name, place=place_of(x))
+
+    def _keep_gradients(self, kind: str, parameters: Sequence[torch.Tensor]) -> None:
+        for x in parameters:
+            if (gradient := gradient_of(x)) is not None:
+                self._keep(kind, x, gradient, place=place_of(x))
+
+    def _end_step(self) -> None:
+        """Begin the next step. Optimizers that step one after another belong to one step."""
+        self.step += 1
+        self._stepped.clear()
+        self._calls.clear()
+        self._again.clear()
+        self._made.clear()
+        self._root_calls = -1
+
+    def _clipping(self, clip: Callable) -> Callable:
+        def clipped(parameters, *args, **kwargs):
+            if not isinstance(parameters, nn.Module):
+                parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self._keep_gradients("gradient before clipping", _trained(parameters))
+            norm = clip(parameters, *args, **kwargs)
+            self._keep("norm", None, norm, item=self._next("norm"))
+            return norm
+
+        return clipped
+
+    def _scaling(self, scale: Callable) -> Callable:
+        def scaled(parameters, max_norm, total_norm, *args, **kwargs):
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self._keep_gradients("gradient before clipping", parameters)
+            self._keep("norm", None, total_norm, item=self._next("norm"))
+            return scale(parameters, max_norm, total_norm, *args, **kwargs)
+
+        return scaled
+
+    # The result
+
+    def seen(self) -> list[Seen]:
+        """Return all that was recorded, in order."""
+        inner = {id(module) for root in self._roots for module in root.modules() if module is not root}
+        outer = [root for root in self._roots if id(root) not in inner]
+        models = [root for root in outer if any(True for _ in root.parameters())]
+        self._modules = {}
+        for root in outer:
+            prefix = type(root).__name__ if len(models) > 1 or root not in models else ""
+            for name, module in root.named_modules():
+                self._modules.setdefault(id(module), ".".join(filter(None, (prefix, name))))
+        return [self._named(*found) for found in self._found]
+
+    def edges(self) -> list[Edge]:
+        """Return which calls' outputs went into which calls, by name; `seen` must have been called."""
+        names = self._modules
+        return [
+            tuple((plain_name(names.get(id(at[0]), "")), *at[1:]) for at in edge)  # type: ignore[misc]
+            for edge in self._edges
+        ]
+
+    def _named(self, step: int, kind: str, at: Any, item: int | str, *rest: Any) -> Seen:
+        module, root, call = None, 0, 0
+        name = ""
+        if isinstance(at, torch.Tensor):
+            piece = piece_of(at)
+            _, module, name = self._names.get(id(at), (at, None, "")) if piece is None else (at, None, piece.name)
+        elif isinstance(at, tuple) and len(at) == 3:
+            module, root, call = at
+        elif isinstance(at, tuple):
+            module, name = at
+        owner = "" if module is None else self._modules.get(id(module), type(module).__name__)
+        return Seen(step, kind, plain_name(".".join(filter(None, (owner, name)))), root, call, item, *rest)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of the recording."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
+        if self._found:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(([tuple(seen) for seen in self.seen()], self.edges()), folder / f"rank{rank}.pt")
+
+
+def load(folder: Path) -> list[tuple[list[Seen], list[Edge]]]:
+    """Return what each rank recorded, in rank order.
+
+    Raises:
+        FileNotFoundError: nothing was recorded there.
+    """
+    files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem.removeprefix("rank")))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no recording: the program trained no torch.nn.Module, or not in Python")
+    return [([Seen(*each) for each in seen], edges) for seen, edges in map(torch.load, files)]
+
+
+@contextmanager
+def record(folder: str | Path, *, steps: Sequence[int] = STEPS, reordered: bool = False) -> Iterator[None]:
+    """Record the training steps inside, for `weft.compare`. On every rank.
+
+    Tensors are kept whole, so use a small model. Dropout is recorded and leaves all elements as they are, so that what
+    is behind it can be compared.
+
+    Args:
+        folder: where each rank writes its part, at the end.
+        steps: numbers of the steps to keep, from 0. A step ends with the optimizers' steps.
+        reordered: sum products in another order, and change parameters by a rounding step, to measure rounding.
+
+    Examples:
+        >>> model = nn.Linear(4, 2)
+        >>> with weft.record(f"{path}/run"):
+        ...     model(torch.ones(3, 4)).sum().backward()
+    """
+    recorder = RunRecorder(steps, reordered)
+    recorder.start()
+    try:
+        yield
+    finally:
+        recorder.stop()
+    recorder.save(Path(folder))
+
+
+def record_by_environment() -> None:
+    """Record this process, if WEFT_RECORD names a folder. WEFT_RECORD_STEPS names the steps, "0,1" by default."""
+    folder = os.environ.get("WEFT_RECORD")
+    if not folder:
+        return
+    steps = [int(step) for step in os.environ.get("WEFT_RECORD_STEPS", "0,1").split(",")]
+    recorder = RunRecorder(steps, os.environ.get("WEFT_RECORD_REORDERED") == "1")
+    recorder.start()
+    atexit.register(lambda: recorder.save(Path(folder)))
+
+
+def plain_name(name: str) -> str:
+    """Return the name without those of wrappers (torch.compile, FSDP, checkpoints)."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def place_of(x: torch.Tensor) -> Place | None:
+    """Return the place of a rank's part of a parameter in the whole one; None if nothing is known of it."""
+    piece, shard = piece_of(x), shard_of(x)
+    if piece is not None:
+        return {"flat": [(piece.start, piece.stop)], **(place_of(piece.parameter) or {})}
+    if shard is not None:
+        return {dim: list(cut.stretches[shard.communicator.rank]) for dim, cut in shard.cuts}
+    if isinstance(x, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+        return {dim: [(start, start + size)] for dim, (start, size) in enumerate(zip(offset, shape, strict=True))}
+    return None
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [x for group in optimizer.param_groups for x in group["params"]]
+
+
+def _trained(parameters: Any) -> list[torch.Tensor]:
+    """Return a model's parameters, or the pieces of them that this rank's optimizer steps."""
+    if not isinstance(parameters, nn.Module):
+        return parameters
+    wrappers = [module for module in parameters.modules() if isinstance(module, DataParallel)]
+    return [piece for wrapper in wrappers for piece in wrapper.pieces()] or list(parameters.parameters())

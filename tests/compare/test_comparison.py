@@ -1,0 +1,239 @@
+"""`weft compare` on programs written by hand: what is right agrees, and what is wrong is found where it is wrong."""
+
+import os
+import re
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import parallel_programs as programs
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import optimizer
+
+import weft
+from weft.cli import main
+from weft.testing.ranks import run_ranks
+from weft.tools.compare.alignment import Alignment
+from weft.tools.compare.comparison import compare_recordings
+from weft.tools.compare.recorder import RunRecorder, Seen
+
+DROPS = {"p": 0.2}
+MIXTURE = {"block": programs.MixtureBlock}
+
+
+def recorded(program, reordered=False):
+    recorder = RunRecorder(reordered=reordered)
+    recorder.start()
+    try:
+        program()
+    finally:
+        recorder.stop()
+    return [tuple(seen) for seen in recorder.seen()], recorder.edges()
+
+
+@cache
+def reference(p=0.0, block=programs.Block, seed=0):
+    program = partial(programs.unsplit, p, block, seed=seed)
+    (seen, edges), (other, _) = recorded(program), recorded(program, reordered=True)
+    return [Seen(*each) for each in seen], edges, [Seen(*each) for each in other]
+
+
+def on_rank(rank, name, args, options):
+    return recorded(partial(getattr(programs, name), *args, **options))[0]
+
+
+def compared(name, *args, world=2, of=None, **options):
+    ranks = run_ranks(on_rank, world, name, args, options, timeout_s=120, group_timeout_s=60)
+    return compare_recordings(*reference(**(of or {})), [[Seen(*each) for each in seen] for seen in ranks], {})
+
+
+RIGHT = [
+    *(("over_tp", world, {}) for world in (2, 4)),
+    ("over_tp", 2, {"p": 0.2, "of": DROPS}),
+    *(("over_dp", world, {"micro": micro}) for world, micro in ((2, 1), (2, 2), (4, 1))),
+    ("over_ddp", 2, {}),
+    *(("over_cp", world, {}) for world in (2, 4)),
+    *(("over_ep", world, {"of": MIXTURE}) for world in (2, 4)),
+    *(("over_fsdp", world, {"tp": tp}) for world, tp in ((2, 1), (2, 2), (4, 2))),
+    *(("over_weft", 2, {"sizes": {dim: 2}}) for dim in ("tp", "dp", "cp", "pp")),
+    *(("over_weft", 2, {"sizes": {"dp": 2}, "zero": zero}) for zero in (1, 3)),
+    *(("over_weft", 4, {"sizes": sizes}) for sizes in ({"tp": 2, "dp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "cp": 2})),
+    ("over_weft", 4, {"sizes": {"tp": 2, "dp": 2}, "zero": 3}),
+    ("over_weft", 2, {"recompute": "full"}),
+    ("over_weft", 2, {"sequence_parallel": True}),
+    ("over_weft", 2, {"p": 0.2, "of": DROPS}),
+    ("over_weft", 2, {"sizes": {"dp": 2}, "p": 0.2, "of": DROPS}),
+]
+
+
+@pytest.mark.parametrize(("name", "world", "options"), RIGHT, ids=lambda x: str(x))
+def test_what_is_right_agrees(name, world, options):
+    found = compared(name, world=world, **options)
+    assert found.ok, found
+    assert not found.unknown and found.compared > 400 * world / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 1 + int(os.environ.get("WEFT_COMPARED_SEEDS", "2"))))
+def test_what_is_right_agrees_with_other_numbers(seed):
+    for name, world, options in RIGHT:
+        found = compared(name, world=world, **{**options, "of": {**options.get("of", {}), "seed": seed}}, seed=seed)
+        assert found.ok, (name, world, options, str(found))
+
+
+# (program, fault, where it is, options)
+PLANTED = [
+    ("over_tp", "blocks.1.o: sum", "blocks.1.o"),
+    ("over_tp", "blocks.0.down: sum", "blocks.0.down"),
+    ("over_tp", "blocks.0.down: bias", "blocks.0.down", "its bias is added 2 times"),
+    ("over_tp", "blocks.1.up: gradient", "blocks.1.up", "it is a part: the sum over ranks 0, 1"),
+    ("over_tp", "blocks.0.q: gradient", "blocks.0.q", "it is a part: the sum over ranks 0, 1"),
+    ("over_tp", "blocks.0.k: gradient", "blocks.0.k", "it is a part: the sum over ranks 0, 1"),
+    ("over_tp", "blocks.0.up: shard", "blocks.0.up.weight", "no rank has 64 to 127 of its dimension 0"),
+    ("over_tp", "blocks.1.v: shard", "blocks.1.v.weight", "no rank has 16 to 31 of its dimension 0"),
+    ("over_tp", "blocks.1: no mask", "blocks.1"),
+    ("over_tp", "blocks.0: scale", "blocks.0"),
+    ("over_tp", "blocks.0.norm2: eps", "blocks.0.norm2"),
+    ("over_tp", "tokens: mask", "tokens"),
+    ("over_tp", "tokens: sum", "tokens", "it is a part: the sum over ranks 0, 1"),
+    ("over_tp", "positions: off by one", "", "the input of positions .* it is shifted by -1"),
+    ("over_tp", "norm: of a part", "norm"),
+    ("over_tp", "loss: times ranks", "loss"),
+    ("over_tp", "blocks.1.norm1: frozen", "blocks.1.norm1.weight", "it has none"),
+    ("over_tp", "blocks.0: drops alike", "blocks.0", "different parts and drop the same", {"p": 0.2, "of": DROPS}),
+    ("over_tp", "blocks.0: drops unlike", "blocks.0", "same tensor and drop different", {"p": 0.2, "of": DROPS}),
+    ("over_dp", "other weights", "tokens.weight"),
+    ("over_dp", "same batch", "", "no rank has 2 to 3 of its dimension 0"),
+    ("over_dp", "labels of others", "loss"),
+    ("over_dp", "stale bucket", "head.weight", "it is that of the step before"),
+    ("over_dp", "no reduction", "tokens.weight", "it is a part: the sum over ranks 0, 1"),
+    ("over_dp", "norm without reduction", "norm.weight", "it is a part"),
+    ("over_dp", "sum", "tokens.weight", "it is 2 times the reference's"),
+    ("over_dp", "one rank skips", "head.weight"),
+    ("over_dp", "rate times ranks", "learning rate", "it is 2 times the reference's"),
+    ("over_dp", "unscaled micro-batches", "loss", "", {"micro": 2}),
+    ("over_ddp", "frozen part", "head.bias", "it has none"),
+    ("over_cp", "keys keep their gradients", "blocks.1"),
+    ("over_cp", "mask shifted", "blocks.0"),
+    ("over_cp", "positions from 0", "", "no rank has 8 to 15"),
+    ("over_cp", "labels within the part", "loss"),
+    ("over_cp", "first part", "", "no rank has 8 to 15 of its dimension 1"),
+    ("over_cp", "divided by own tokens", "tokens.weight", "it is 2 times the reference's"),
+    ("over_cp", "norms not reduced", "blocks.0.norm1.weight", "it is a part"),
+    ("over_ep", "next expert", "blocks.0.moe", "", {"of": MIXTURE}),
+    ("over_ep", "not put back", "blocks.0.moe", "", {"of": MIXTURE}),
+    ("over_ep", "router without gradient", "blocks.1.moe", "", {"of": MIXTURE}),
+    ("over_ep", "weights twice", "blocks.0.moe", "it is 2 times the reference's", {"of": MIXTURE}),
+    ("over_ep", "experts not reduced", "blocks.0.moe.experts.0.0.weight", "", {"of": MIXTURE}),
+    ("over_ep", "experts not divided", "blocks.0.moe.experts.0.0.weight", "it is 2 times", {"of": MIXTURE}),
+    ("over_fsdp", "added up", "tokens.weight", "it is 2 times the reference's"),
+    ("over_weft", "counts", "blocks.0.down"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "where", "looks", "options"), [(*x, *("", {})[len(x) - 3 :]) for x in PLANTED]
+)
+def test_a_fault_is_found_where_it_is(name, fault, where, looks, options):
+    found = compared(name, fault, **options)
+    assert found.findings and found.findings[0].module in (where, where and f"{where}.experts"), found
+    assert re.search(looks, str(found.findings[0])), found
+
+
+PROGRAM = """
+import sys
+import torch.distributed as dist
+sys.path.insert(0, {helpers!r})
+import parallel_programs as programs
+if len(sys.argv) > 1:
+    dist.init_process_group("gloo")
+    getattr(programs, sys.argv[1])(*sys.argv[2:])
+    dist.destroy_process_group()
+else:
+    programs.unsplit()
+"""
+
+
+def test_the_command_runs_and_compares_two_programs(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.format(helpers=str(Path(programs.__file__).parent)))
+    python = f"{sys.executable} {script}"
+    ranks = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {script} over_ddp"
+    keep = ["--keep", str(tmp_path / "recordings")]
+    wrong = f"{ranks} 'frozen part'"
+    assert main(["compare", "--reference", python, "--run", wrong, "--steps", "0", "--all", *keep]) == 1
+    out = capfd.readouterr().out
+    assert "the runs part in head.bias\n" in out and "the gradient before clipping of head.bias" in out
+    assert main(["compare", "--reference", f"{python} over_nothing", "--run", ranks]) == 2
+    assert "ended with status 1" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="is of 2 processes: run the plain program in one"):
+        weft.compare(
+            *[tmp_path / "recordings" / name for name in ("run", "run")], reordered=tmp_path / "recordings/run"
+        )
+
+
+def test_names_that_differ_are_said_or_given(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    for name, module in (("plain", model), ("again", model), ("run", nn.ModuleDict({"first": model[0]})["first"])):
+        wrapped = module if name != "run" else Named(module)
+        with weft.record(tmp_path / name, reordered=name == "again"):
+            wrapped(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="no module of the run has a name of the reference's: it has .*first"):
+        weft.compare(tmp_path / "plain", tmp_path / "run", reordered=tmp_path / "again")
+    found = weft.compare(tmp_path / "plain", tmp_path / "run", reordered=tmp_path / "again", rename={"first": "0"})
+    assert found.ok, found
+    with pytest.raises(FileNotFoundError, match="has no recording"):
+        weft.compare(tmp_path / "nothing", tmp_path / "run", reordered=tmp_path / "again")
+
+
+class Named(nn.Module):
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_a_recording_leaves_torch_as_it_was(tmp_path):
+    def patched():
+        return nn.Module.__call__, torch.autograd.backward, F.dropout, nn.utils.clip_grad_norm_, weft.clip_grad_norm_
+
+    before, hooks = patched(), len(optimizer._global_optimizer_pre_hooks)
+    with pytest.raises(ZeroDivisionError), weft.record(tmp_path, reordered=True):
+        assert patched() != before
+        raise ZeroDivisionError
+    assert patched() == before and len(optimizer._global_optimizer_pre_hooks) == hooks
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[4, 5, 6, 7], [1, 3, 5, 7], [0, 1, 6, 7], [5, 6], [3], list(range(8))],
+    ids=["a chunk", "strided", "two ends", "anywhere", "one", "all"],
+)
+def test_a_part_is_found_by_its_values(index):
+    whole = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    fit = Alignment().fit(whole[index] * (1 + 1e-7), whole, 1e-5)
+    assert fit.error < 1e-6
+    assert fit.indexes[0] is None if len(index) == 8 else fit.indexes[0].tolist() == index
+
+
+def test_rows_in_any_order_are_found_by_the_nearest():
+    whole = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    fit = Alignment().fit(whole[[7, 2, 31]], whole, 1e-6)
+    assert fit.indexes[0].tolist() == [7, 2, 31]
+    assert Alignment().fit(whole[[7, 2, 31]] + 0.5, whole, 1e-6).error > 0.1
+
+
+def test_known_places_join_into_one_dimension():
+    whole = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+    alignment = Alignment()
+    rows, columns = torch.tensor([1, 3]), torch.tensor([0, 1, 4, 5])
+    part = whole[rows][:, columns]
+    alignment.note((rows, columns, None), whole.shape)
+    fit = alignment.fit(part.flatten(0, 1), whole.flatten(0, 1), 1e-6)
+    assert fit.error == 0.0 and fit.indexes[0].tolist() == [6, 7, 10, 11, 18, 19, 22, 23]
