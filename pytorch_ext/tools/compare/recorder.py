@@ -284,8 +284,10 @@ class RunRecorder:
 
     def _keep_gradients(self, kind: str, parameters: Sequence[torch.Tensor]) -> None:
         for x in parameters:
-            if (gradient := gradient_of(x)) is not None:
-                self._keep(kind, x, gradient, place=place_of(x))
+            gradient = x.grad if isinstance(x.grad, DTensor) else gradient_of(x)
+            if gradient is not None:  # it may be placed otherwise than the parameter
+                other = isinstance(gradient, DTensor) and piece_of(x) is None and shard_of(x) is None
+                self._keep(kind, x, gradient, place=place_of(gradient if other else x))
 
     def _end_step(self) -> None:
         """Begin the next step. Optimizers that step one after another belong to one step."""
