@@ -158,7 +158,7 @@ class Row(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """An embedding of which each rank has some rows."""
+    """An embedding whose rows are split over the ranks."""
 
     def __init__(self, whole, fault=""):
         super().__init__()

@@ -57,7 +57,7 @@ def compare(
     Losses, learning rates and norms are compared, and each module's inputs, outputs and gradients, each parameter, its
     gradient and its optimizer state, by the plain model's names. Which part of a tensor a rank has is found by the
     values, or from a DTensor's placement and weft's shards. A difference counts if it is ten times that of two runs of
-    the reference, one of which sums in another order (a hundred times from the first update on).
+    the reference that sum in different orders (a hundred times from the first update on).
 
     Args:
         reference: folder of `weft.record` of the plain program, one process.
