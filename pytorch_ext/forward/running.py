@@ -16,7 +16,23 @@ class _Stack(threading.local):
 _stack = _Stack()
 _lock = threading.Lock()
 _followers = 0
+_trials = 0
 _hooks: list = []
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Say that calls of a model inside are not the program's own: they find out how it is to be cut."""
+    global _trials
+    _trials += 1
+    try:
+        yield
+    finally:
+        _trials -= 1
+
+
+def in_trial() -> bool:
+    return _trials > 0
 
 
 @contextmanager

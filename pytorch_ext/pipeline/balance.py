@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from weft.forward.running import trial
 from weft.sharding.shard import shard_of
 
 ROUNDS = 3  # of timing; the fastest round counts
@@ -158,7 +159,7 @@ def undisturbed(*modules: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with torch.random.fork_rng():
+        with trial(), torch.random.fork_rng():
             yield
     finally:
         with torch.no_grad():

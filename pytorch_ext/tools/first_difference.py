@@ -1,112 +1,67 @@
 """The first module at which two runs of a model have different bits, for `weft.verify(..., bitwise=True)`."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.context_parallel.shared_sequence import parts_here
-from weft.data_parallel.batch_units import one_unit_at_a_time, running_unit
-from weft.data_parallel.data_parallel import DataParallel
-from weft.invariant.unit_outputs import same_bits, tensors_of
+from weft.data_parallel.batch_units import one_unit_at_a_time
+from weft.invariant.unit_outputs import same_bits
 from weft.sharding.shard import Shard, shard_of
+from weft.tools.compare.recorder import RunRecorder
+from weft.tools.compare.seen import Seen
 
 T = TypeVar("T")
-
-
-class Event(NamedTuple):
-    """A tensor that a module gave, or whose gradient it got.
-
-    Attributes:
-        unit: unit of the batch; None if the whole batch runs at once.
-        call: number of the module's call in this unit.
-        place: number of the tensor in the module's output.
-        positions: unit of the sequence; None if the sequence is whole.
-    """
-
-    module: str
-    direction: str  # "forward" or "backward"
-    unit: int | None
-    call: int
-    place: int
-    positions: int | None
-
-    def __str__(self) -> str:
-        unit = "" if self.unit is None else f", unit {self.unit}"
-        unit += "" if self.positions is None else f", unit {self.positions} of the sequence"
-        call = "" if self.call == 0 else f", call {self.call}"
-        part = "forward of" if self.direction == "forward" else "backward to the output of"
-        return f"{part} {self.module or 'the model'}{unit}{call}"
-
-
-class StepRecording:
-    """Outputs of a model's modules and their gradients, in the order in which they come.
-
-    Attributes:
-        shards: place of a module's weight in the whole model's, where it is split.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[Event, torch.Tensor] = {}
-        self.shards: dict[str, Shard] = {}
-        self._calls: Counter = Counter()
-
-    def note(self, name: str, output) -> None:
-        """Note an output of a module, and its gradient as soon as backward has it."""
-        unit = running_unit()
-        call = self._calls[name, unit]
-        self._calls[name, unit] += 1
-        for place, whole in enumerate(tensors_of(output)):
-            for positions, x in parts_here(whole):
-                self.values[Event(name, "forward", unit, call, place, positions)] = x.detach().clone()
-                if x.requires_grad:
-                    event = Event(name, "backward", unit, call, place, positions)
-                    x.register_hook(lambda dx, event=event: self._note_gradient(event, dx))
-
-    def _note_gradient(self, event: Event, dx: torch.Tensor) -> None:
-        self.values[event] = dx.detach().clone()
+_DIRECTIONS = {"output": "forward of", "gradient of output": "backward to the output of"}
 
 
 @contextmanager
-def recording(model: nn.Module) -> Iterator[StepRecording]:
-    """Record a model's modules inside the context. Of a model in units, only what its units compute counts."""
-    found, hooks = StepRecording(), []
-    inner = model.module if isinstance(model, DataParallel) else model
-    for name, module in inner.named_modules():
-        shard = shard_of(module.weight) if isinstance(getattr(module, "weight", None), nn.Parameter) else None
-        if shard is not None:
-            found.shards[name] = shard
-        hooks.append(module.register_forward_hook(lambda _, args, output, name=name: found.note(name, output)))
+def recording() -> Iterator[RunRecorder]:
+    """Record the outputs of modules and their gradients inside the context, one unit of the batch after another."""
+    recorder = RunRecorder(steps=(0,), drops=True, kinds=_DIRECTIONS)
+    recorder.start()
     try:
         with one_unit_at_a_time():
-            yield found
+            yield recorder
     finally:
-        for hook in hooks:
-            hook.remove()
+        recorder.stop()
 
 
-def first_difference(found: StepRecording, expected: StepRecording) -> str | None:
+def first_difference(found: RunRecorder, expected: RunRecorder, model: nn.Module, reference: nn.Module) -> str | None:
     """Return the first tensor of the reference's step that has other bits on some rank. A collective call.
 
     Tensors that are not comparable are passed over: a part of the features that is not a split layer's output.
     """
+    here = {seen[:6]: seen.tensor for seen in found.seen(model)}
+    shards = {
+        name.removeprefix("module."): shard_of(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+    }
     first: tuple[int, str] | None = None
-    for order, (event, whole) in enumerate(expected.values.items()):
-        own = found.values.get(event)
-        part = None if own is None else _part_of(whole, own.shape, found.shards.get(event.module))
+    for order, seen in enumerate(expected.seen(reference)):
+        own = here.get(seen[:6])
+        part = None if own is None else _part_of(seen.tensor, own.shape, shards.get(seen.module))
         if own is not None and part is not None and not same_bits(own, part):
-            elements = (own != part).sum().item()
-            first = order, f"{event}: {elements} of {own.numel()} elements differ"
+            differ = f"{(own != part).sum().item()} of {own.numel()} elements differ"
+            first = order, f"{_words(seen, expected.in_units)}: {differ}"
             break
     numbered = [(*of_rank, rank) for rank, of_rank in enumerate(from_all_ranks(first)) if of_rank is not None]
     if not numbered:
         return None
     _, text, rank = min(numbered, key=lambda entry: (entry[0], entry[2]))
     return f"{text} on rank {rank}"
+
+
+def _words(seen: Seen, in_units: bool) -> str:
+    positions = str(seen.item).partition(".")[2]
+    unit = f", unit {seen.root}" if in_units else ""
+    unit += f", unit {positions} of the sequence" if positions else ""
+    call = f", call {seen.call}" if seen.call else ""
+    return f"{_DIRECTIONS[seen.kind]} {seen.module or 'the model'}{unit}{call}"
 
 
 def from_all_ranks(value: T) -> list[T]:

@@ -227,10 +227,10 @@ def verify(
 
 
 def _compare_bits(model: nn.Module, reference: nn.Module, batch: Any, step: Callable) -> Report:
-    with _left_as_it_was(reference, []), recording(reference) as expected:
+    with _left_as_it_was(reference, []), recording() as expected:
         whole_output = step(reference, batch)
         whole = {_plain(name): _gradient(parameter).clone() for name, parameter in reference.named_parameters()}
-    with _left_as_it_was(model, []), recording(model) as found:
+    with _left_as_it_was(model, []), recording() as found:
         differences = [_difference_in_bits("output", step(model, batch), whole_output)]
         own = {_plain(name): parameter for name, parameter in model.named_parameters()}
         for name, parameter in own.items():
@@ -240,7 +240,7 @@ def _compare_bits(model: nn.Module, reference: nn.Module, batch: Any, step: Call
             part = whole[name] if shard is None else shard.take(whole[name])
             differences.append(_difference_in_bits(f"gradient of {name}", _gradient(parameter), part))
     report = _over_ranks(differences, [], set(whole) - set(own))
-    return replace(report, first=first_difference(found, expected))
+    return replace(report, first=first_difference(found, expected, model, reference))
 
 
 def _plain(name: str) -> str:

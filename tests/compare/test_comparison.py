@@ -18,7 +18,8 @@ from weft.cli import main
 from weft.testing.ranks import run_ranks
 from weft.tools.compare.alignment import Alignment
 from weft.tools.compare.comparison import compare_recordings
-from weft.tools.compare.recorder import RunRecorder, Seen
+from weft.tools.compare.recorder import RunRecorder
+from weft.tools.compare.seen import Seen
 
 DROPS = {"p": 0.2}
 MIXTURE = {"block": programs.MixtureBlock}
@@ -62,6 +63,7 @@ RIGHT = [
     *(("over_weft", 2, {"sizes": {"dp": 2}, "zero": zero}) for zero in (1, 3)),
     *(("over_weft", 4, {"sizes": sizes}) for sizes in ({"tp": 2, "dp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "cp": 2})),
     ("over_weft", 4, {"sizes": {"tp": 2, "dp": 2}, "zero": 3}),
+    ("over_weft", 2, {"sizes": {"pp": 2}, "pipeline": {"loss": programs.loss_of_scores, "microbatches": 2}}),
     ("over_weft", 2, {"recompute": "full"}),
     ("over_weft", 2, {"sequence_parallel": True}),
     ("over_weft", 2, {"p": 0.2, "of": DROPS}),

@@ -70,7 +70,11 @@ def batch_of(step):
 
 
 def loss_of(model, batch):
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    return loss_of_scores(model(batch[:, :-1]), batch[:, 1:])
+
+
+def loss_of_scores(scores, labels):
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
 def train(model, batches, loss=loss_of, *, clip=True, rate=1e-2, reduce=None, norm=None, make=torch.optim.AdamW):
@@ -462,6 +466,15 @@ def over_weft(fault="", p=0.0, seed=0, **options):
     mesh = weft.init_mesh(**sizes, device_type="cpu")
     plan = options.pop("plan", "auto")
     model = weft.parallelize(model, mesh, plan=plan if "tp" in sizes else None, **options)
+    if "pipeline" in options:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in (0, 1):
+            optimizer.zero_grad()
+            batch = batch_of(step)
+            model.step(batch[:, :-1], batch[:, 1:])
+            weft.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+        return
     if fault == "counts":
         for block in model.blocks:
             block.down.register_forward_pre_hook(lambda module, args: (args[0] * (args[0].shape[-1] / (4 * WIDTH)),))

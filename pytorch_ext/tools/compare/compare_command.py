@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weft.tools.compare.comparison import ComparedRuns, compare_recordings
-from weft.tools.compare.recorder import load
+from weft.tools.compare.seen import load
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from weft.tools.compare.alignment import Fit, error_of
 from weft.tools.compare.rank_recording import BACKWARD, FORWARD, PARAMETER, UPDATED, Key, RankRecording, same_place
-from weft.tools.compare.recorder import Call, Edge, Seen
+from weft.tools.compare.seen import Call, Edge, Seen
 from weft.tools.compare.symptoms import WrongTensor, symptom_of
 
 FACTOR = 10.0  # times the difference of two runs of the reference that sum in other orders

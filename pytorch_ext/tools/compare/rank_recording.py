@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.tools.compare.alignment import Alignment, Fit, error_of, rows_of, take
-from weft.tools.compare.recorder import Seen
+from weft.tools.compare.seen import Seen
 
 FORWARD, BACKWARD = ("input", "output"), ("gradient of output", "gradient of input")
 UPDATED = ("updated parameter", "state", "parameter")

@@ -6,68 +6,39 @@ model that is to be compared should be small.
 """
 
 import atexit
+import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import weft.clip_grad
 from weft.context_parallel.shared_sequence import parts_here
+from weft.data_parallel.batch_units import running_unit
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import piece_of
+from weft.forward.running import in_trial
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 from weft.tools.compare.reordering import OtherOrder, nudge
+from weft.tools.compare.seen import Edge, Place, Seen, place_of, plain_name
 
 STEPS = (0, 1)
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # parts of names
-_AROUND = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # classes around a whole model
+_AROUND = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "ModelStage"}  # classes around a whole model
 _HOOKED = (torch.Tensor, nn.Parameter, DTensor)
-Place = dict[int | str, list[tuple[int, int]]]  # dimension, or "flat", to the stretches of the whole that a rank has
-
-
-class Seen(NamedTuple):
-    """One tensor of a run on one rank.
-
-    Attributes:
-        step: number of the optimizer's steps before.
-        kind: what it is: "input", "output", "gradient of input", "parameter", "loss" and so on.
-        module: name of the module, or of the parameter.
-        root: number of the call of the whole model in the step.
-        call: number of the module's call within that call.
-        item: number of the tensor among the arguments or results; the name of an optimizer's state.
-        tensor: this rank's part.
-        partial: the parts of ranks are to be added up (DTensor's Partial).
-        place: the part's place in the whole tensor, where it is known.
-    """
-
-    step: int
-    kind: str
-    module: str
-    root: int
-    call: int
-    item: int | str
-    tensor: torch.Tensor
-    partial: bool = False
-    place: Place | None = None
-
-
-Call = tuple[str, int, int]  # module, call of the whole model, call of the module within
-Edge = tuple[Call, Call]
 
 
 class _Running(threading.local):
@@ -82,10 +53,22 @@ class RunRecorder:
         steps: numbers of the steps to keep, from 0.
         reordered: compute products in another order of summation, and start from parameters that differ by a rounding
             step. Compared with a recording without it, this measures rounding.
+        drops: let dropout drop.
+        kinds: the kinds of tensors to keep; None: all.
+
+    Attributes:
+        in_units: whether batches ran in units.
     """
 
-    def __init__(self, steps: Sequence[int] = STEPS, reordered: bool = False):
+    def __init__(
+        self,
+        steps: Sequence[int] = STEPS,
+        reordered: bool = False,
+        drops: bool = False,
+        kinds: Collection[str] | None = None,
+    ):
         self.steps, self.reordered, self.step = set(steps), reordered, 0
+        self.drops, self.kinds, self.in_units = drops, kinds, False
         self._found: list[tuple[Any, ...]] = []  # of Seen, with the module itself for its name
         self._running = _Running()
         self._roots: list[nn.Module] = []
@@ -95,6 +78,7 @@ class RunRecorder:
         self._names: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}  # of parameters, by id
         self._stepped: set[int] = set()
         self._modules: dict[int, str] = {}
+        self._holder: nn.Module | None = None  # of all roots, if there are several
         self._made: dict[Any, list[tuple]] = {}  # a node of autograd's graph to the calls whose output it is
         self._edges: dict[tuple, None] = {}  # (call that made a tensor, call that it went into)
         self._undo: list[Callable[[], Any]] = []
@@ -118,7 +102,8 @@ class RunRecorder:
             return backward(tensors, *args, **kwargs)
 
         self._put(nn.Module, "__call__", called)
-        self._put(nn.functional, "dropout", self._dropping(nn.functional.dropout))
+        if not self.drops:
+            self._put(nn.functional, "dropout", self._dropping(nn.functional.dropout))
         self._put(torch.autograd, "backward", differentiated)
         for home in (nn.utils, nn.utils.clip_grad, weft, weft.clip_grad):
             self._put(home, "clip_grad_norm_", self._clipping(home.clip_grad_norm_))
@@ -142,10 +127,8 @@ class RunRecorder:
     # Modules
 
     def _counts(self, module: nn.Module) -> bool:
-        """Return whether a call is one of the program's model: no trial on the meta device, and no wrapper."""
-        if type(module).__name__ in _AROUND:
-            return False
-        return bool(self._running.modules) or not any(x.is_meta for x in module.parameters())
+        """Return whether a call is one of the program's model, and no trial."""
+        return bool(self._running.modules) or not (in_trial() or any(x.is_meta for x in module.parameters()))
 
     def _call(self, call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         stack = self._running.modules
@@ -153,23 +136,31 @@ class RunRecorder:
         if not stack and not again:
             if self._stepped:
                 self._end_step()
+            self._root_calls += 1
+        around = type(module).__name__ in _AROUND
+        if not around and not again and (not stack or type(stack[-1]).__name__ in _AROUND):
             self._enter_root(module)
-        counted = self._again if again else self._calls
-        number = counted[self._root_calls, module]
-        counted[self._root_calls, module] += 1
-        at = (module, self._root_calls, number)
+        if around:
+            return self._within(module, call, args, kwargs)
+        counted, unit = self._again if again else self._calls, running_unit()
+        self.in_units |= unit is not None
+        root = self._root_calls if unit is None else unit
+        at = (module, root, counted[root, module])
+        counted[root, module] += 1
         args, kwargs = self._note_all("input", at, (args, kwargs), again)
-        stack.append(module)
+        return self._note_all("output", at, self._within(module, call, args, kwargs), again)
+
+    def _within(self, module: nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:
+        self._running.modules.append(module)
         try:
-            output = call(module, *args, **kwargs)
+            return call(module, *args, **kwargs)
         finally:
-            stack.pop()
-        return self._note_all("output", at, output, again)
+            self._running.modules.pop()
 
     def _enter_root(self, module: nn.Module) -> None:
         if not any(module is root for root in self._roots):
             self._roots.append(module)
-        self._root_calls += 1
+            self._holder = None
         if not any(True for _ in module.parameters()):
             return
         if self.reordered and not self._nudged:
@@ -227,7 +218,7 @@ class RunRecorder:
             self._made.setdefault(x.grad_fn, []).append(at)
 
     def _keep(self, kind: str, at: Any, x: torch.Tensor, item: int | str = 0, place: Place | None = None) -> None:
-        if self.step not in self.steps:
+        if self.step not in self.steps or (self.kinds is not None and kind not in self.kinds):
             return
         with torch.no_grad(), _disable_current_modes():
             for part, values in parts_here(x):
@@ -266,6 +257,8 @@ class RunRecorder:
         if id(optimizer) in self._stepped:
             self._end_step()
         self._stepped.add(id(optimizer))
+        if self._holder is None and len(models := self._outermost()) > 1:
+            self._holder = _holder_of(models)
         if self.step not in self.steps:
             return
         for number, group in enumerate(optimizer.param_groups):
@@ -320,17 +313,26 @@ class RunRecorder:
 
     # The result
 
-    def seen(self) -> list[Seen]:
-        """Return all that was recorded, in order."""
-        inner = {id(module) for root in self._roots for module in root.modules() if module is not root}
-        outer = [root for root in self._roots if id(root) not in inner]
-        models = [root for root in outer if any(True for _ in root.parameters())]
-        self._modules = {}
-        for root in outer:
+    def seen(self, model: nn.Module | None = None) -> list[Seen]:
+        """Return all that was recorded, in order.
+
+        Args:
+            model: gives its modules their names; by default, that is the outermost module that was called, or the one
+                that holds all of these.
+        """
+        models, model = self._outermost(), model or self._holder
+        inside = [] if model is None else getattr(model, "module", model).named_modules()
+        self._modules = {id(module): name for name, module in inside}
+        for root in self._roots:
             prefix = type(root).__name__ if len(models) > 1 or root not in models else ""
             for name, module in root.named_modules():
                 self._modules.setdefault(id(module), ".".join(filter(None, (prefix, name))))
         return [self._named(*found) for found in self._found]
+
+    def _outermost(self) -> list[nn.Module]:
+        """Return the modules with parameters that no other module called."""
+        inner = {id(module) for root in self._roots for module in root.modules() if module is not root}
+        return [root for root in self._roots if id(root) not in inner and any(True for _ in root.parameters())]
 
     def edges(self) -> list[Edge]:
         """Return which calls' outputs went into which calls, by name; `seen` must have been called."""
@@ -359,18 +361,6 @@ class RunRecorder:
         if self._found:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(([tuple(seen) for seen in self.seen()], self.edges()), folder / f"rank{rank}.pt")
-
-
-def load(folder: Path) -> list[tuple[list[Seen], list[Edge]]]:
-    """Return what each rank recorded, in rank order.
-
-    Raises:
-        FileNotFoundError: nothing was recorded there.
-    """
-    files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem.removeprefix("rank")))
-    if not files:
-        raise FileNotFoundError(f"{folder} has no recording: the program trained no torch.nn.Module, or not in Python")
-    return [([Seen(*each) for each in seen], edges) for seen, edges in map(torch.load, files)]
 
 
 @contextmanager
@@ -410,22 +400,12 @@ def record_by_environment() -> None:
     atexit.register(lambda: recorder.save(Path(folder)))
 
 
-def plain_name(name: str) -> str:
-    """Return the name without those of wrappers (torch.compile, FSDP, checkpoints)."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def place_of(x: torch.Tensor) -> Place | None:
-    """Return the place of a rank's part of a parameter in the whole one; None if nothing is known of it."""
-    piece, shard = piece_of(x), shard_of(x)
-    if piece is not None:
-        return {"flat": [(piece.start, piece.stop)], **(place_of(piece.parameter) or {})}
-    if shard is not None:
-        return {dim: list(cut.stretches[shard.communicator.rank]) for dim, cut in shard.cuts}
-    if isinstance(x, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-        return {dim: [(start, start + size)] for dim, (start, size) in enumerate(zip(offset, shape, strict=True))}
-    return None
+def _holder_of(modules: Sequence[nn.Module]) -> nn.Module | None:
+    """Return the smallest module that holds all of these: a pipeline's, or of a program that calls layers by itself."""
+    holders = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in vars(x)]
+    inside = ((holder, list(holder.modules())) for holder in holders)
+    sizes = [(len(held), holder) for holder, held in inside if {*map(id, modules)} <= {*map(id, held)}]
+    return min(sizes, key=lambda pair: pair[0])[1] if sizes else None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

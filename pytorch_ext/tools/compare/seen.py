@@ -1,0 +1,74 @@
+"""What a recording keeps: tensors with their names, and a part's place in the whole tensor."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from weft.data_parallel.sharded_optimizer import piece_of
+from weft.sharding.shard import shard_of
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # parts of names
+Place = dict[int | str, list[tuple[int, int]]]  # dimension, or "flat", to the stretches of the whole that a rank has
+
+
+class Seen(NamedTuple):
+    """One tensor of a run on one rank.
+
+    Attributes:
+        step: number of the optimizer's steps before.
+        kind: what it is: "input", "output", "gradient of input", "parameter", "loss" and so on.
+        module: name of the module, or of the parameter.
+        root: number of the call of the whole model in the step; of a batch in units, the unit.
+        call: number of the module's call within that call.
+        item: number of the tensor among the arguments or results; the name of an optimizer's state.
+        tensor: this rank's part.
+        partial: the parts of ranks are to be added up (DTensor's Partial).
+        place: the part's place in the whole tensor, where it is known.
+    """
+
+    step: int
+    kind: str
+    module: str
+    root: int
+    call: int
+    item: int | str
+    tensor: torch.Tensor
+    partial: bool = False
+    place: Place | None = None
+
+
+Call = tuple[str, int, int]  # module, call of the whole model, call of the module within
+Edge = tuple[Call, Call]
+
+
+def load(folder: Path) -> list[tuple[list[Seen], list[Edge]]]:
+    """Return what each rank recorded, in rank order.
+
+    Raises:
+        FileNotFoundError: nothing was recorded there.
+    """
+    files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem.removeprefix("rank")))
+    if not files:
+        raise FileNotFoundError(f"{folder} has no recording: the program trained no torch.nn.Module, or not in Python")
+    return [([Seen(*each) for each in seen], edges) for seen, edges in map(torch.load, files)]
+
+
+def plain_name(name: str) -> str:
+    """Return the name without those of wrappers (torch.compile, FSDP, checkpoints)."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def place_of(x: torch.Tensor) -> Place | None:
+    """Return the place of a rank's part of a parameter in the whole one; None if nothing is known of it."""
+    piece, shard = piece_of(x), shard_of(x)
+    if piece is not None:
+        return {"flat": [(piece.start, piece.stop)], **(place_of(piece.parameter) or {})}
+    if shard is not None:
+        return {dim: list(cut.stretches[shard.communicator.rank]) for dim, cut in shard.cuts}
+    if isinstance(x, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+        return {dim: [(start, start + size)] for dim, (start, size) in enumerate(zip(offset, shape, strict=True))}
+    return None
