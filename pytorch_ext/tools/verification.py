@@ -23,6 +23,7 @@ from weft.data_parallel.sharded_optimizer import Piece, piece_of
 from weft.invariant.unit_outputs import same_bits
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
+from weft.tools.compare.reordering import nudge
 from weft.tools.first_difference import first_difference, from_all_ranks, recording
 
 FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once more per rank
@@ -187,8 +188,9 @@ def verify(
     whole = {name: _gradient(parameter) for name, parameter in exact_model.named_parameters()}
     outputs, gradients = [], []
     for nudged in (False, True):
-        if nudged:
-            _nudge(plain_model)
+        if nudged:  # another sample of the rounding error, because one run may have a small one by luck
+            nudge(plain_model)
+            _zero_gradients(plain_model, list(plain_model.parameters()))
         outputs.append(step(plain_model, batch if plain_type is None else _as_type(batch, plain_type)))
         gradients.append({name: _gradient(parameter).clone() for name, parameter in plain_model.named_parameters()})
     scale = _RoundingScale.of(whole, gradients)
@@ -304,19 +306,6 @@ def _left_as_it_was(model: nn.Module, pieces: list[nn.Parameter]) -> Iterator[No
                     local(gradient).copy_(values)
             for tensor, values in (*sums, *buffers):
                 tensor.copy_(values)
-
-
-@torch.no_grad()
-def _nudge(model: nn.Module) -> None:
-    """Change each parameter by one rounding step, up or down.
-
-    This gives another sample of the gradients' rounding error, because one run may have a small error by luck.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for parameter in filter(torch.is_floating_point, model.parameters()):
-        sides = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1)
-        parameter.mul_((1 + torch.finfo(parameter.dtype).eps * sides).to(parameter))
-    _zero_gradients(model, list(model.parameters()))
 
 
 def _zero_gradients(model: nn.Module, trained: list[nn.Parameter]) -> None:
