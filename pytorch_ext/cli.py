@@ -43,6 +43,11 @@ def _run(arguments: list[str]) -> int:
         return importlib.import_module("weft.tools.planner.plan_command").run(options)
     if options.command == "explain":
         return importlib.import_module("weft.tools.explanation.explain_command").run(options)
+    if options.command == "stuck":
+        from weft.comm import rank_report
+
+        print(rank_report.table(rank_report.reports()))
+        return 0
     if options.command == "compare":
         return importlib.import_module("weft.tools.compare.compare_command").run(options)
     if options.command == "run":
@@ -72,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--as-gloo", action="store_true", required=True, help="set WEFT_AS_GLOO=1 for it and its children")
     run.add_argument("script", help="a Python file")
     run.add_argument("rest", nargs=argparse.REMAINDER, help="the script's arguments")
+    commands.add_parser("stuck", help="print what the ranks on this machine are doing, the one they wait for first")
     compare = commands.add_parser(
         "compare", help="record a program as one process and on ranks, and say where the runs part first"
     )

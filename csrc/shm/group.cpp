@@ -380,7 +380,20 @@ void Group::wait_for(int peer, const Call& call) {
   const bool in_background = queue_->on_thread();  // the caller computes on this core, so do not spin
   if (spin(flag, step_, spin_limit, options_.oversubscribed || in_background)) return;
   const auto deadline = Clock::now() + timeout();
+  struct Shown {  // to `waiting`, which is asked by another thread
+    Group& group;
+    explicit Shown(Group& shown, const Call& call) : group(shown) {
+      const std::lock_guard<std::mutex> lock(group.waiting_mutex_);
+      group.waiting_ = &call, group.waiting_since_ = Clock::now();
+    }
+    ~Shown() {
+      const std::lock_guard<std::mutex> lock(group.waiting_mutex_);
+      group.waiting_ = nullptr;
+    }
+  };
+  std::optional<Shown> shown;
   while (!flag.sleep(step_, sleep_slice)) {
+    if (!shown) shown.emplace(*this, call);
     check_peers(call);
     try {
       if (options_.on_slice && !in_background) options_.on_slice();
@@ -508,6 +521,15 @@ void Group::record_calls() {
   const std::lock_guard<std::mutex> lock(last_calls_mutex_);
   last_calls_.resize(256);
   recording_ = true;
+}
+
+std::optional<WaitingCall> Group::waiting() const {
+  const std::lock_guard<std::mutex> lock(waiting_mutex_);
+  if (waiting_ == nullptr) return {};
+  WaitingCall found{waiting_->text(), std::chrono::duration<double>(Clock::now() - waiting_since_).count(), {}};
+  for (int peer = 0; peer < world_; ++peer)  // the step does not change while the call waits
+    if (!control(peer).arrived.reached(step_)) found.missing.push_back(label(peer));
+  return found;
 }
 
 std::vector<CallRecord> Group::last_calls() const {

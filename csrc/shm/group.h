@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -110,6 +111,13 @@ struct CallRecord {
   bool completed = false;
 };
 
+// A call that waits for other ranks, for longer than it takes them to come.
+struct WaitingCall {
+  std::string call;
+  double seconds;
+  std::vector<int> missing;  // labels of the ranks that have not arrived
+};
+
 enum class FailureKind : int { rank_lost = 1, timed_out, mismatched, interrupted };
 
 // Symmetric memory: one part of the same size per rank of a group, mapped by all ranks.
@@ -175,6 +183,7 @@ class Group {
   uint64_t calls() const { return calls_; }  // number of the last call in errors
   void record_calls();  // from now on
   std::vector<CallRecord> last_calls() const;  // the recorded ones, oldest first
+  std::optional<WaitingCall> waiting() const;  // may be asked by any thread
 
   // Runs a call (a function of collectives.h) after all calls submitted earlier, and waits for it.
   template <class Function>
@@ -243,6 +252,9 @@ class Group {
   mutable std::mutex last_calls_mutex_;
   std::vector<CallRecord> last_calls_;  // call n is at n % 256
   std::atomic<bool> recording_{false};
+  mutable std::mutex waiting_mutex_;
+  const Call* waiting_ = nullptr;
+  Clock::time_point waiting_since_;
   std::atomic<bool> left_{false};
   Threads threads_;
   InjectedFaults faults_;

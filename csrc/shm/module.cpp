@@ -388,6 +388,14 @@ void register_group(py::module_& m) {
           },
           "The recorded collectives, oldest first: number, operation, type, elements, begin in ns since 1970, whether\n"
           "it is completed. 0 elements where ranks may have different ones.")
+      .def(
+          "waiting",
+          [](const Group& g) -> std::optional<py::tuple> {
+            const auto found = g.waiting();
+            if (!found) return {};
+            return py::make_tuple(found->call, found->seconds, found->missing);
+          },
+          "The call that waits for other ranks: its text, for how many seconds, the ranks that have not arrived.")
       .def_property_readonly("single_copy", &Group::single_copy, "Whether ranks read one another's memory.")
       .def("rename", &Group::rename, py::arg("name"), NoGil())
       .def(

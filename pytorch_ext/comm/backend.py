@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from weft import _C
-from weft.comm import flight_record
+from weft.comm import flight_record, rank_report
 from weft.comm.communicator import Communicator, backends_of
 from weft.comm.dtypes import op_code
 from weft.comm.engine import Engine, Pending, promise
@@ -65,6 +65,7 @@ class WeftProcessGroup(dist.ProcessGroup):
         if isinstance(group.engine, Engine):
             group.group_here = group.engine.group
             flight_record.enable(group.group_here)
+            rank_report.enter()
         group._name, group._desc = str(options.group_id), "undefined"
         group.timeout = options.timeout
         return group
@@ -151,6 +152,8 @@ class WeftProcessGroup(dist.ProcessGroup):
         finally:
             self.communicator = self._cuda_half = None  # both refer to this group and would keep it alive
             self.engine.leave()
+            if getattr(self, "group_here", None) is not None:
+                rank_report.leave()
 
     def abort(self) -> None:
         self.engine.abort()

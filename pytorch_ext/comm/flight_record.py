@@ -31,7 +31,6 @@ def enable(group: _C.Group) -> None:
     group.record_calls()
     if not _enabled:
         _enabled = True
-        _C.on_comm_error(lambda text: write())
         atexit.register(write)
 
 

@@ -1,0 +1,207 @@
+"""`weft stuck`: which rank a hang waits for, where that rank is, and where the others are."""
+
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft import cli
+from weft.comm import rank_report
+from weft.testing.ranks import try_ranks
+
+LIMIT_S = 20
+
+
+class Loads(nn.Module):
+    def __init__(self, released):
+        super().__init__()
+        self.released = released
+
+    def forward(self, x):
+        self.released()
+        return x
+
+
+def sleeps(path):
+    while not os.path.exists(path):
+        time.sleep(0.02)
+
+
+def computes(path):
+    while not os.path.exists(path):
+        sum(range(1000))
+
+
+def takes_a_lock(path):
+    lock = threading.Lock()
+    lock.acquire()
+    while not lock.acquire(timeout=0.1) and not os.path.exists(path):
+        pass
+
+
+def gets_from_a_queue(path):
+    items: queue.Queue = queue.Queue()
+    while not os.path.exists(path):
+        try:
+            items.get(timeout=0.1)
+        except queue.Empty:
+            continue
+
+
+def waits_for_an_event(path):
+    event = threading.Event()
+    while not os.path.exists(path):
+        event.wait(0.1)
+
+
+def joins_a_thread(path):
+    thread = threading.Thread(target=sleeps, args=(path,))
+    thread.start()
+    thread.join()
+
+
+def runs_a_process(path):
+    subprocess.run([sys.executable, "-c", f"import os, time\nwhile not os.path.exists({path!r}): time.sleep(0.02)"])
+
+
+def reads_a_socket(path):
+    one, other = socket.socketpair()
+    one.settimeout(0.1)
+    while not os.path.exists(path):
+        try:
+            one.recv(1)
+        except TimeoutError:
+            continue
+    other.close()
+
+
+def multiplies(path):
+    x = torch.ones(500, 500)
+    while not os.path.exists(path):
+        x = (x @ x).clamp(max=1.0)
+
+
+def loads_in_a_module(path):
+    nn.Sequential(Loads(lambda: sleeps(path)))(torch.ones(2))
+
+
+def is_stopped(path):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+HANGS = [
+    *(sleeps, computes, takes_a_lock, gets_from_a_queue, waits_for_an_event, joins_a_thread, runs_a_process),
+    *(reads_a_socket, multiplies, loads_in_a_module, is_stopped),
+]
+
+
+def one_hangs(rank, hang, path):
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    if rank == 1:
+        hang(path)
+    dist.all_reduce(x)
+
+
+def other_orders(rank, path):
+    first, second = (dist.new_group([0, 1], timeout=timedelta(seconds=3)) for _ in range(2))
+    if rank < 2:
+        for group in (first, second) if rank == 0 else (second, first):
+            dist.all_reduce(torch.ones(1), group=group)
+    sleeps(path)
+
+
+def seen_meanwhile(function, *args, path, timeout_s=LIMIT_S, until=r"(has waited for (0\.[3-9]|[1-9])[\s\S]*){2}"):
+    """Run three ranks; return the table of reports as soon as it has this text, and the ranks' outcomes."""
+    outcomes: list = []
+    running = threading.Thread(
+        target=lambda: outcomes.extend(try_ranks(function, 3, *args, timeout_s=LIMIT_S, group_timeout_s=timeout_s))
+    )
+    running.start()
+    text, end = "", time.monotonic() + LIMIT_S
+    while not re.search(until, text) and time.monotonic() < end and running.is_alive():
+        text = rank_report.table([each for each in rank_report.reports() if _is_below_this(each["pid"])])
+    path.touch()
+    for pid in map(int, re.findall(r"process (\d+) is stopped", text)):
+        os.kill(pid, signal.SIGCONT)
+    running.join()
+    return text, outcomes
+
+
+def _is_below_this(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_the_rank_that_others_wait_for_comes_first_with_its_place(hang, tmp_path):
+    text, outcomes = seen_meanwhile(one_hangs, hang, str(tmp_path / "go on"), path=tmp_path / "go on")
+    first, *lines = text.split("\n")
+    if hang is is_stopped:
+        assert re.match(r"others wait for rank 1, which does not answer: process \d+ is stopped", first), text
+    else:
+        assert re.match(r"rank 1 \(pid \d+\) is waited for, at .*test_rank_report.py:\d+ ", first), text
+        assert 'it has finished call #1 on "default_pg"' in first
+        assert any(hang.__name__ in line or "sleeps" in line for line in [first, *lines]), text
+    if hang is loads_in_a_module:
+        assert ", in Sequential > Loads;" in first
+    for rank in (0, 2):
+        assert re.search(
+            rf"rank {rank} \(pid \d+\) has waited for .* in all_reduce #2 .*for rank 1, at .*one_hangs", text
+        )
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+
+
+def test_ranks_that_call_in_different_orders_are_said_to(tmp_path):
+    text, outcomes = seen_meanwhile(other_orders, str(tmp_path / "go on"), path=tmp_path / "go on")
+    assert text.startswith("every rank waits for another: they make their calls in different orders"), text
+    assert [type(outcome.error).__name__ for outcome in outcomes[:2]] == ["CollectiveTimeoutError"] * 2
+
+
+def sleeps_too_long(rank):
+    if rank == 1:
+        time.sleep(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_timeout_prints_the_ranks_once(capfd):
+    outcomes = try_ranks(sleeps_too_long, 3, timeout_s=LIMIT_S, group_timeout_s=1)
+    assert "did not arrive" in str(outcomes[0].error)
+    printed = capfd.readouterr().err
+    assert len(re.findall(r"^rank 1 \(pid \d+\) is waited for, at .*sleeps_too_long", printed, re.M)) == 1, printed
+
+
+def asks_by_a_signal(rank):
+    own = signal.getsignal(signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    dist.barrier()
+    dist.destroy_process_group()
+    end = time.monotonic() + LIMIT_S
+    while threading.active_count() > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    return own is not signal.SIG_DFL, [thread.name for thread in threading.enumerate()]
+
+
+def test_a_signal_prints_them_and_a_program_that_has_left_its_groups_says_nothing(capfd):
+    for handled, threads in (outcome.value for outcome in try_ranks(asks_by_a_signal, 2, timeout_s=LIMIT_S)):
+        assert handled and "weft rank report" not in threads
+    assert "rank 0 (pid" in capfd.readouterr().err
+
+
+def test_the_command_without_ranks(capsys):
+    assert cli.main(["stuck"]) == 0
+    assert capsys.readouterr().out
