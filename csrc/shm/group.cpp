@@ -378,7 +378,10 @@ void Group::check_peers(const Call& call) {
 void Group::wait_for(int peer, const Call& call) {
   Flag& flag = control(peer).arrived;
   const bool in_background = queue_->on_thread();  // the caller computes on this core, so do not spin
-  if (spin(flag, step_, spin_limit, options_.oversubscribed || in_background)) return;
+  if (!spin(flag, step_, spin_limit, options_.oversubscribed || in_background)) sleep_for(flag, call, in_background);
+}
+
+void Group::sleep_for(Flag& flag, const Call& call, bool in_background) {
   const auto deadline = Clock::now() + timeout();
   struct Shown {  // to `waiting`, which is asked by another thread
     Group& group;

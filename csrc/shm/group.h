@@ -233,6 +233,7 @@ class Group {
   void run_behind_the_queue(std::function<void()> call);
   bool reads_all_peers();
   void wait_for(int peer, const class Call& call);
+  void sleep_for(Flag& flag, const class Call& call, bool in_background);
   void check_peers(const class Call& call);
   void fault_point();
 
