@@ -453,7 +453,7 @@ def test_memory_that_cannot_be_had_is_an_error_on_every_rank(victim):
 
 
 def run_out_of_descriptors(rank):
-    """Rank 1 has descriptors left for the memory, and not to watch its peers; it lives on until the others know."""
+    """Rank 1 has descriptors left for the memory, and not to watch its peers; all live on until the others know."""
     store = dist.distributed_c10d._get_default_store()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 1:
@@ -466,9 +466,8 @@ def run_out_of_descriptors(rank):
     finally:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            store.wait(["noticed/0", "noticed/2"], timedelta(seconds=MEET_WITHIN_S))
-        else:
-            store.set(f"noticed/{rank}", "")
+        store.set(f"noticed/{rank}", "")
+        store.wait([f"noticed/{each}" for each in range(3)], timedelta(seconds=MEET_WITHIN_S))
 
 
 def test_a_rank_that_cannot_join_gives_the_others():

@@ -71,7 +71,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "world", "options"), RIGHT, ids=lambda x: str(x))
+@pytest.mark.parametrize(("name", "world", "options"), RIGHT)
 def test_what_is_right_agrees(name, world, options):
     found = compared(name, world=world, **options)
     assert found.ok, found
