@@ -29,7 +29,7 @@ from weft.comm.wait_record import name_of
 _SOCKET = "weft-rank.{user}.{pid}"  # in the abstract namespace
 _NAMES = re.compile(r"@weft-rank\.(\d+)\.(\d+)$", re.MULTILINE)
 _ANSWERS_WITHIN_S = 2.0
-_LATE = re.compile(r"ranks? ([\d, ]+) did not arrive in ")
+_LATE = re.compile(r"ranks? ([\d, ]+) did not arrive in .*\(rank (\d+) waited")
 _LIBRARIES = (
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),
@@ -91,17 +91,17 @@ def _answer(listening: socket.socket) -> None:
 
 def report() -> dict[str, Any]:
     """Return this rank's number, its groups with the call that each is in, and where its main thread is."""
+    if not dist.is_initialized():
+        return {"pid": os.getpid(), "silent": "about to join its first group"}
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     groups = [
         {"name": name_of(group), "calls": engine.calls, "waiting": engine.waiting()}
         for group in list(distributed_c10d._world.pg_map)
         if (engine := getattr(group, "group_here", None)) is not None
     ]
-    started = dist.is_initialized()
     return {
         "pid": os.getpid(),
-        "rank": dist.get_rank() if started else None,
-        "world": dist.get_world_size() if started else None,
+        "rank": dist.get_rank(),
         "job": os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", f"of {os.getppid()}"),
         "groups": groups,
         "stack": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack(main)],
@@ -207,12 +207,12 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _at_error(text: str) -> None:
-    """Write the record of calls; after a timeout, print the report of all ranks on one of those that waited."""
+    """Write the record of calls; after a timeout, print the report of all ranks on the one that has noticed it."""
     flight_record.write()
     late = _LATE.match(text)
-    if late is None or not dist.is_initialized():
+    if late is None or not dist.is_initialized() or dist.get_rank() != int(late[2]):
         return
-    own, missing = report(), {int(rank) for rank in late[1].split(", ")}
-    of_job = [each for each in reports() if each.get("job", own["job"]) == own["job"]]
-    if own["rank"] == min({each["rank"] for each in of_job if "rank" in each} - missing, default=None):
-        print(f"weft: {text}\n{table(of_job, missing)}", file=sys.stderr, flush=True)
+    job = report()["job"]
+    of_job = [each for each in reports() if each.get("job", job) == job]
+    missing = [int(rank) for rank in late[1].split(", ")]
+    print(f"weft: {text}\n{table(of_job, missing)}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import weft
 from weft import cli
 from weft.comm import rank_report
 from weft.testing.ranks import try_ranks
@@ -115,7 +116,7 @@ def one_hangs(rank, hang, path):
 
 
 def other_orders(rank, path):
-    first, second = (dist.new_group([0, 1], timeout=timedelta(seconds=3)) for _ in range(2))
+    first, second = (dist.new_group([0, 1], timeout=timedelta(seconds=6)) for _ in range(2))
     if rank < 2:
         for group in (first, second) if rank == 0 else (second, first):
             dist.all_reduce(torch.ones(1), group=group)
@@ -169,7 +170,8 @@ def test_the_rank_that_others_wait_for_comes_first_with_its_place(hang, tmp_path
 def test_ranks_that_call_in_different_orders_are_said_to(tmp_path):
     text, outcomes = seen_meanwhile(other_orders, str(tmp_path / "go on"), path=tmp_path / "go on")
     assert text.startswith("every rank waits for another: they make their calls in different orders"), text
-    assert [type(outcome.error).__name__ for outcome in outcomes[:2]] == ["CollectiveTimeoutError"] * 2
+    errors = {type(outcome.error) for outcome in outcomes[:2]}  # one may hear of the other's end first
+    assert weft.CollectiveTimeoutError in errors and errors <= {weft.CollectiveTimeoutError, weft.RankLostError}
 
 
 def sleeps_too_long(rank):
