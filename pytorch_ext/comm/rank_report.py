@@ -43,10 +43,7 @@ _listening: tuple[int, socket.socket] | None = None  # the process that listens,
 
 
 def enter() -> None:
-    """Count a group of this process; with the first one, begin to answer.
-
-    The report of all ranks is also printed at SIGUSR1, unless the program has a handler of its own.
-    """
+    """Count a group of this process; with the first one, begin to answer."""
     global _groups, _listening
     if _listening is None or _listening[0] != os.getpid():
         _groups = 0
@@ -59,10 +56,16 @@ def enter() -> None:
             return
         _listening = os.getpid(), listening
         threading.Thread(target=_answer, args=(listening,), name="weft rank report", daemon=True).start()
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, lambda *_: print(table(reports()), file=sys.stderr, flush=True))
+        _print_at_signal()
         _C.on_comm_error(_at_error)
     _groups += 1
+
+
+def _print_at_signal() -> None:
+    """Print the report at SIGUSR1, unless the program or Slurm has a use of its own for it."""
+    here = threading.current_thread() is threading.main_thread() and "SLURM_JOB_ID" not in os.environ
+    if here and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda *_: print(table(reports()), file=sys.stderr, flush=True))
 
 
 def leave() -> None:
