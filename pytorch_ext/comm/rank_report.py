@@ -39,26 +39,26 @@ _LIBRARIES = (
 _SHOWN = 8  # lines of a stack
 _STATES = {"T": "stopped", "t": "traced", "Z": "dead", "D": "in the kernel", "R": "running", "S": "asleep"}
 _groups = 0  # of this process
-_listening: tuple[int, socket.socket] | None = None  # the process that listens, and its socket
+_listening: socket.socket | None = None
 
 
 def enter() -> None:
     """Count a group of this process; with the first one, begin to answer."""
     global _groups, _listening
-    if _listening is None or _listening[0] != os.getpid():
-        _groups = 0
-        listening = socket.socket(socket.AF_UNIX)
-        try:
-            listening.bind("\0" + _SOCKET.format(user=os.getuid(), pid=os.getpid()))
-            listening.listen(4)
-        except OSError:  # the report is a help, and no condition of a group
-            listening.close()
-            return
-        _listening = os.getpid(), listening
-        threading.Thread(target=_answer, args=(listening,), name="weft rank report", daemon=True).start()
-        _print_at_signal()
-        _C.on_comm_error(_at_error)
     _groups += 1
+    if _groups > 1:
+        return
+    _print_at_signal()
+    _C.on_comm_error(_at_error)
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind("\0" + _SOCKET.format(user=os.getuid(), pid=os.getpid()))
+        listening.listen(4)
+    except OSError:  # the report is a help, and no condition of a group
+        listening.close()
+        return
+    _listening = listening
+    threading.Thread(target=_answer, args=(listening,), name="weft rank report", daemon=True).start()
 
 
 def _print_at_signal() -> None:
@@ -70,12 +70,22 @@ def _print_at_signal() -> None:
 
 def leave() -> None:
     """Count a group that is destroyed; with the last one, stop answering."""
-    global _groups, _listening
+    global _groups
     _groups -= 1
     if _groups == 0 and _listening is not None:
-        _listening[1].shutdown(socket.SHUT_RDWR)  # ends the thread's wait
-        _listening[1].close()
-        _listening = None
+        _listening.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+        _forget()
+
+
+def _forget() -> None:
+    """Close the socket. A forked child does so with its copy, which else would outlive the rank."""
+    global _groups, _listening
+    if _listening is not None:
+        _listening.close()
+    _groups, _listening = 0, None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _answer(listening: socket.socket) -> None:

@@ -12,7 +12,7 @@ from weft.data_parallel.batch_units import one_unit_at_a_time
 from weft.invariant.unit_outputs import same_bits
 from weft.sharding.shard import Shard, shard_of
 from weft.tools.compare.recorder import RunRecorder
-from weft.tools.compare.seen import Seen
+from weft.tools.compare.seen import Key
 
 T = TypeVar("T")
 _DIRECTIONS = {"output": "forward of", "gradient of output": "backward to the output of"}
@@ -35,7 +35,7 @@ def first_difference(found: RunRecorder, expected: RunRecorder, model: nn.Module
 
     Tensors that are not comparable are passed over: a part of the features that is not a split layer's output.
     """
-    here = {seen[:6]: seen.tensor for seen in found.seen(model)}
+    here = {seen.key: seen.tensor for seen in found.seen(model)}
     shards = {
         name.removeprefix("module."): shard_of(module.weight)
         for name, module in model.named_modules()
@@ -43,11 +43,11 @@ def first_difference(found: RunRecorder, expected: RunRecorder, model: nn.Module
     }
     first: tuple[int, str] | None = None
     for order, seen in enumerate(expected.seen(reference)):
-        own = here.get(seen[:6])
-        part = None if own is None else _part_of(seen.tensor, own.shape, shards.get(seen.module))
+        own = here.get(seen.key)
+        part = None if own is None else _part_of(seen.tensor, own.shape, shards.get(seen.key.module))
         if own is not None and part is not None and not same_bits(own, part):
             differ = f"{(own != part).sum().item()} of {own.numel()} elements differ"
-            first = order, f"{_words(seen, expected.in_units)}: {differ}"
+            first = order, f"{_words(seen.key, expected.in_units)}: {differ}"
             break
     numbered = [(*of_rank, rank) for rank, of_rank in enumerate(from_all_ranks(first)) if of_rank is not None]
     if not numbered:
@@ -56,12 +56,12 @@ def first_difference(found: RunRecorder, expected: RunRecorder, model: nn.Module
     return f"{text} on rank {rank}"
 
 
-def _words(seen: Seen, in_units: bool) -> str:
-    positions = str(seen.item).partition(".")[2]
-    unit = f", unit {seen.root}" if in_units else ""
+def _words(key: Key, in_units: bool) -> str:
+    positions = str(key.item).partition(".")[2]
+    unit = f", unit {key.root}" if in_units else ""
     unit += f", unit {positions} of the sequence" if positions else ""
-    call = f", call {seen.call}" if seen.call else ""
-    return f"{_DIRECTIONS[seen.kind]} {seen.module or 'the model'}{unit}{call}"
+    call = f", call {key.call}" if key.call else ""
+    return f"{_DIRECTIONS[key.kind]} {key.module or 'the model'}{unit}{call}"
 
 
 def from_all_ranks(value: T) -> list[T]:

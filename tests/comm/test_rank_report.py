@@ -174,17 +174,32 @@ def test_ranks_that_call_in_different_orders_are_said_to(tmp_path):
     assert weft.CollectiveTimeoutError in errors and errors <= {weft.CollectiveTimeoutError, weft.RankLostError}
 
 
-def sleeps_too_long(rank):
-    if rank == 1:
-        time.sleep(3)
-    dist.all_reduce(torch.ones(1))
+def comes_too_late(rank, folder):
+    while rank == 1 and len(os.listdir(folder)) < 2:
+        time.sleep(0.02)
+    try:
+        dist.all_reduce(torch.ones(1))
+    finally:
+        (folder / str(rank)).touch()
 
 
-def test_a_timeout_prints_the_ranks_once(capfd):
-    outcomes = try_ranks(sleeps_too_long, 3, timeout_s=LIMIT_S, group_timeout_s=1)
+def test_a_timeout_prints_the_ranks_once(capfd, tmp_path):
+    outcomes = try_ranks(comes_too_late, 3, tmp_path, timeout_s=LIMIT_S, group_timeout_s=1)
     assert "did not arrive" in str(outcomes[0].error)
     printed = capfd.readouterr().err
-    assert len(re.findall(r"^rank 1 \(pid \d+\) is waited for, at .*sleeps_too_long", printed, re.M)) == 1, printed
+    assert len(re.findall(r"^rank 1 \(pid \d+\) is waited for, at .*comes_too_late", printed, re.M)) == 1, printed
+
+
+def forks(rank):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if rank_report._listening is None else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), rank_report._listening is not None
+
+
+def test_a_forked_child_does_not_hold_the_socket_of_its_rank():
+    (outcome,) = try_ranks(forks, 1, timeout_s=LIMIT_S)
+    assert outcome.value == (0, True)
 
 
 def asks_by_a_signal(rank):

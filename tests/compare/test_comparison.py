@@ -19,7 +19,6 @@ from weft.testing.ranks import run_ranks
 from weft.tools.compare.alignment import Alignment
 from weft.tools.compare.comparison import compare_recordings
 from weft.tools.compare.recorder import RunRecorder
-from weft.tools.compare.seen import Seen
 
 DROPS = {"p": 0.2}
 MIXTURE = {"block": programs.MixtureBlock}
@@ -32,14 +31,14 @@ def recorded(program, reordered=False):
         program()
     finally:
         recorder.stop()
-    return [tuple(seen) for seen in recorder.seen()], recorder.edges()
+    return recorder.seen(), recorder.edges()
 
 
 @cache
 def reference(p=0.0, block=programs.Block, seed=0):
     program = partial(programs.unsplit, p, block, seed=seed)
     (seen, edges), (other, _) = recorded(program), recorded(program, reordered=True)
-    return [Seen(*each) for each in seen], edges, [Seen(*each) for each in other]
+    return seen, edges, other
 
 
 def on_rank(rank, name, args, options):
@@ -48,7 +47,7 @@ def on_rank(rank, name, args, options):
 
 def compared(name, *args, world=2, of=None, **options):
     ranks = run_ranks(on_rank, world, name, args, options, timeout_s=120, group_timeout_s=60)
-    return compare_recordings(*reference(**(of or {})), [[Seen(*each) for each in seen] for seen in ranks], {})
+    return compare_recordings(*reference(**(of or {})), ranks, {})
 
 
 RIGHT = [

@@ -8,8 +8,8 @@ from statistics import median
 import torch
 
 from weft.tools.compare.alignment import Fit, error_of
-from weft.tools.compare.rank_recording import BACKWARD, FORWARD, PARAMETER, UPDATED, Key, RankRecording, same_place
-from weft.tools.compare.seen import Call, Edge, Seen
+from weft.tools.compare.rank_recording import BACKWARD, FORWARD, PARAMETER, UPDATED, RankRecording, same_place
+from weft.tools.compare.seen import Call, Edge, Key, Seen
 from weft.tools.compare.symptoms import WrongTensor, symptom_of
 
 FACTOR = 10.0  # times the difference of two runs of the reference that sum in other orders
@@ -98,8 +98,8 @@ def compare_recordings(
 
 class _Walk:
     def __init__(self, reference, edges, reordered, run, rename):
-        self.expected = {Key.of(seen): seen.tensor for seen in reference}
-        other = {Key.of(seen): seen.tensor for seen in reordered}
+        self.expected = {seen.key: seen.tensor for seen in reference}
+        other = {seen.key: seen.tensor for seen in reordered}
         self.rounding = {
             key: error_of(other[key], x, key.kind in UPDATED) if key in other and other[key].shape == x.shape else 0.0
             for key, x in self.expected.items()
@@ -225,7 +225,7 @@ class _Walk:
 
     def _whole(self, key: Key, rank: "RankRecording", seen: Seen, whole: torch.Tensor) -> torch.Tensor:
         """Return the reference's tensor, of several calls of the model if the rank made one call for them."""
-        roots = rank.roots.get((key.step, seen.root), [key.root])
+        roots = rank.roots.get((key.step, seen.key.root), [key.root])
         if len(roots) == 1 or whole.dim() == 0:
             return whole
         return torch.cat(
@@ -233,7 +233,7 @@ class _Walk:
         )
 
     def _others(self, key: Key, rank: "RankRecording", seen: Seen) -> list[tuple["RankRecording", torch.Tensor]]:
-        at = key._replace(root=seen.root)
+        at = key._replace(root=seen.key.root)
         return [(other, other.seen[at].tensor) for other in self.ranks if other is not rank and at in other.seen]
 
     def _sum_fits(
@@ -257,7 +257,7 @@ class _Walk:
         calls = [each.tensor for other in self.ranks for each in other.of(key) if each is not seen]
         sums.append(("all ranks and micro-batches", calls, len(calls) + 1))
         apart = key.kind in BACKWARD and not any(
-            same_place(*(each.places.get((key.step, "", seen.root, 0, 0)) for each in (rank, other)))
+            same_place(*(each.places.get((key.step, "", seen.key.root, 0, 0)) for each in (rank, other)))
             for other in self.ranks
             if other is not rank
         )

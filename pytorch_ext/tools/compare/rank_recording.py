@@ -2,29 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from weft.tools.compare.alignment import Alignment, Fit, error_of, rows_of, take
-from weft.tools.compare.seen import Seen
+from weft.tools.compare.seen import Key, Seen
 
 FORWARD, BACKWARD = ("input", "output"), ("gradient of output", "gradient of input")
 UPDATED = ("updated parameter", "state", "parameter")
 PARAMETER = ("parameter", "gradient before clipping", "gradient", "updated parameter", "state")
-
-
-class Key(NamedTuple):
-    step: int
-    kind: str
-    module: str
-    root: int
-    call: int
-    item: int | str
-
-    @classmethod
-    def of(cls, seen: Seen) -> "Key":
-        return cls(*seen[:6])
 
 
 class RankRecording:
@@ -34,11 +21,11 @@ class RankRecording:
         self.number = number
         self.seen: dict[Key, Seen] = {}
         for each in seen:
-            name = each.module
+            name = each.key.module
             for old, new in rename.items():
                 name = name.replace(old, new)
-            renamed = each._replace(module=name)
-            self.seen[Key.of(renamed)] = renamed
+            key = each.key._replace(module=name)
+            self.seen[key] = each._replace(key=key)
         self.names = {key.module for key in self.seen}
         self.alignment = Alignment()
         self.places: dict[Any, tuple] = {}  # of each parameter, and of each module's last input
@@ -98,14 +85,14 @@ class RankRecording:
         if fit is None:
             return None
         if scales and fit.error <= allowed:
-            usual = self.scales.setdefault((key.step, seen.root), fit.scale)
+            usual = self.scales.setdefault((key.step, seen.key.root), fit.scale)
             if abs(fit.scale - usual) > allowed * abs(usual):
                 expected = fit.expected / fit.scale * usual if fit.scale else fit.expected
                 return Fit(error_of(part, expected), fit.indexes, usual, expected)
         if fit.error <= allowed:
             self.alignment.note(fit.indexes, whole.shape)
             if key.kind == "input" and key.item in (0, "0", "dropped"):
-                self.places[key.step, key.module, seen.root, *key[4:]] = fit.indexes
+                self.places[key.step, key.module, seen.key.root, *key[4:]] = fit.indexes
         return fit
 
     def _fit_parameter(

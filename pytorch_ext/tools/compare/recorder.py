@@ -34,7 +34,7 @@ from weft.forward.running import in_trial
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 from weft.tools.compare.reordering import OtherOrder, nudge
-from weft.tools.compare.seen import Edge, Place, Seen, place_of, plain_name
+from weft.tools.compare.seen import Edge, Key, Place, Seen, place_of, plain_name, save
 
 STEPS = (0, 1)
 _AROUND = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "ModelStage"}  # classes around a whole model
@@ -353,14 +353,14 @@ class RunRecorder:
         elif isinstance(at, tuple):
             module, name = at
         owner = "" if module is None else self._modules.get(id(module), type(module).__name__)
-        return Seen(step, kind, plain_name(".".join(filter(None, (owner, name)))), root, call, item, *rest)
+        full_name = plain_name(".".join(filter(None, (owner, name))))
+        return Seen(Key(step, kind, full_name, root, call, item), *rest)
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of the recording."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
         if self._found:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(([tuple(seen) for seen in self.seen()], self.edges()), folder / f"rank{rank}.pt")
+            save(self.seen(), self.edges(), folder / f"rank{rank}.pt")
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a recording keeps: tensors with their names, and a part's place in the whole tensor."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +15,8 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"} 
 Place = dict[int | str, list[tuple[int, int]]]  # dimension, or "flat", to the stretches of the whole that a rank has
 
 
-class Seen(NamedTuple):
-    """One tensor of a run on one rank.
+class Key(NamedTuple):
+    """The name of a tensor of a run.
 
     Attributes:
         step: number of the optimizer's steps before.
@@ -24,9 +25,6 @@ class Seen(NamedTuple):
         root: number of the call of the whole model in the step; of a batch in units, the unit.
         call: number of the module's call within that call.
         item: number of the tensor among the arguments or results; the name of an optimizer's state.
-        tensor: this rank's part.
-        partial: the parts of ranks are to be added up (DTensor's Partial).
-        place: the part's place in the whole tensor, where it is known.
     """
 
     step: int
@@ -35,6 +33,18 @@ class Seen(NamedTuple):
     root: int
     call: int
     item: int | str
+
+
+class Seen(NamedTuple):
+    """One tensor of a run on one rank.
+
+    Attributes:
+        tensor: this rank's part.
+        partial: the parts of ranks are to be added up (DTensor's Partial).
+        place: the part's place in the whole tensor, where it is known.
+    """
+
+    key: Key
     tensor: torch.Tensor
     partial: bool = False
     place: Place | None = None
@@ -42,6 +52,11 @@ class Seen(NamedTuple):
 
 Call = tuple[str, int, int]  # module, call of the whole model, call of the module within
 Edge = tuple[Call, Call]
+
+
+def save(seen: Sequence[Seen], edges: Sequence[Edge], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(([(tuple(each.key), *each[1:]) for each in seen], edges), file)
 
 
 def load(folder: Path) -> list[tuple[list[Seen], list[Edge]]]:
@@ -53,7 +68,7 @@ def load(folder: Path) -> list[tuple[list[Seen], list[Edge]]]:
     files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem.removeprefix("rank")))
     if not files:
         raise FileNotFoundError(f"{folder} has no recording: the program trained no torch.nn.Module, or not in Python")
-    return [([Seen(*each) for each in seen], edges) for seen, edges in map(torch.load, files)]
+    return [([Seen(Key(*key), *rest) for key, *rest in seen], edges) for seen, edges in map(torch.load, files)]
 
 
 def plain_name(name: str) -> str:
