@@ -64,6 +64,7 @@ from weft.tools.compare.recorder import record as record
 from weft.tools.diagnosis import doctor as doctor
 from weft.tools.explanation import explain as explain
 from weft.tools.planner import plan as plan
+from weft.tools.tracing.trace_recorder import trace as trace
 from weft.tools.tuning import warm_up as warm_up
 from weft.tools.verification import causal_probe as causal_probe
 from weft.tools.verification import verify as verify

@@ -1,4 +1,4 @@
-"""Command line: `weft doctor`, `bench`, `tune`, `run`, `plan`, `explain`; also as `python -m weft`."""
+"""The command line; also as `python -m weft`."""
 
 import argparse
 import importlib
@@ -50,6 +50,8 @@ def _run(arguments: list[str]) -> int:
         return 0
     if options.command == "compare":
         return importlib.import_module("weft.tools.compare.compare_command").run(options)
+    if options.command == "trace":
+        return importlib.import_module("weft.tools.tracing.trace_command").run(options)
     if options.command == "run":
         environment = {**os.environ, "WEFT_AS_GLOO": "1"}
         os.execve(sys.executable, [sys.executable, options.script, *options.rest], environment)
@@ -78,6 +80,13 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="a Python file")
     run.add_argument("rest", nargs=argparse.REMAINDER, help="the script's arguments")
     commands.add_parser("stuck", help="print what the ranks on this machine are doing, the one they wait for first")
+    trace = commands.add_parser("trace", help="record what every rank does and when, and say where the time goes")
+    trace.add_argument("file", help="of all ranks, for ui.perfetto.dev; without --run it is there")
+    trace.add_argument("--run", help='the program: "torchrun --nproc-per-node 4 train.py"')
+    trace.add_argument("--steps", default="0-9", help="the steps of the optimizer to keep (default 0-9)")
+    trace.add_argument("--html", metavar="FILE", help="write the report as a page too")
+    trace.add_argument("--hardware", help="what the planner expects collectives of: a preset or a file of weft bench")
+
     compare = commands.add_parser(
         "compare", help="record a program as one process and on ranks, and say where the runs part first"
     )

@@ -59,7 +59,7 @@ PUBLIC = """
     FSDPAllGather FSDPReduceScatter full_state_dict HookState init_mesh LAMB LARS LayerSplit from_pretrained layerwise_groups
     linear_scaling load_balancing_loss load_checkpoint load_safetensors merge_attention Muon parallel_cross_entropy
     parallel_linear_cross_entropy ParallelConv1d ParallelConv2d ParallelConv3d ParallelEmbedding ParallelExperts parallelize ParallelLinear Pipeline plan RankLostError record reduce_scatter router_z_loss RowParallelLinear
-    save_checkpoint Shard shard_of shard_sequence split_sizes state_hash topk_gating unshard_sequence verify warm_up
+    save_checkpoint Shard shard_of shard_sequence split_sizes state_hash topk_gating trace unshard_sequence verify warm_up
 """
 
 

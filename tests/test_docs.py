@@ -169,6 +169,11 @@ for name in ("plain", "reordered"):
 """,
         {'"recordings': 'folder + "'},
     ),
+    ("debugging.md", 1): (
+        1,
+        "import tempfile\ndef train():\n    nn.Linear(4, 2)(torch.ones(3, 4)).sum().backward()\n",
+        {'"run.json"': 'tempfile.mkdtemp() + "/run.json"'},
+    ),
     ("forward.md", 0): (4, LLAMA, {}),
     ("invariance.md", 0): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),
     ("invariance.md", 1): (4, MODEL + BATCH + "from torch.nn import functional as F\n", {}),

@@ -48,6 +48,20 @@ std::string list_of(const std::vector<int>& ranks) {
   return text;
 }
 
+// The time at which the call that this thread runs was submitted, if it runs beside the program; else 0.
+thread_local int64_t submitted_ns = 0;
+
+struct Submitted {
+  explicit Submitted(int64_t time) { submitted_ns = time; }
+  ~Submitted() { submitted_ns = 0; }
+};
+
+template <class Record>
+void keep(std::deque<Record>& last_ones, const Record& record, size_t kept) {
+  last_ones.push_back(record);
+  while (last_ones.size() > kept) last_ones.pop_front();
+}
+
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Copies from the memory of another process. Returns an errno; 0 is success.
@@ -237,8 +251,10 @@ void Group::check_recorded() const {
 
 std::shared_ptr<Work> Group::submit(std::function<void()> call) {
   check_usable();
-  return queue_->submit([call = std::move(call), purpose = Purpose::of_this_thread()] {
+  const int64_t now = records() ? nanoseconds(Clock::now()) : 0;
+  return queue_->submit([call = std::move(call), purpose = Purpose::of_this_thread(), now] {
     const PurposeOfThread meanwhile(purpose);  // a thread that waits may run it, and has a purpose of its own
+    const Submitted here(now);
     call();
   });
 }
@@ -249,7 +265,10 @@ Messenger& Group::messenger() {
 }
 
 void Group::run_behind_the_queue(std::function<void()> call) {
-  const std::shared_ptr<Work> work = submit(std::move(call));
+  const std::shared_ptr<Work> work = submit([call = std::move(call)] {
+    const Submitted waited(0);
+    call();
+  });
   try {
     work->wait(std::nullopt, options_.on_slice);
   } catch (...) {
@@ -507,23 +526,33 @@ Call::Call(Group& group, const CallHeader& header) : group_(group), header_(head
   lock_ = std::unique_lock<std::mutex>(group_.one_call_at_a_time_);
   group_.check_usable();  // again, because the group may have been left while this call waited for the lock
   const uint64_t number = ++group_.calls_;
-  if (!group_.recording_) return;
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  const std::lock_guard<std::mutex> lock(group_.last_calls_mutex_);
-  group_.last_calls_[number % group_.last_calls_.size()] = {
-      number, header, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count()};
+  if (!group_.records()) return;
+  recorded_ = true;
+  const CallRecord record{number, header.kind, header.dtype, header.count, submitted_ns, nanoseconds(Clock::now())};
+  const std::lock_guard<std::mutex> lock(group_.records_mutex_);
+  keep(group_.last_calls_, record, group_.kept_);
 }
 
 Call::~Call() {
-  if (!group_.recording_ || std::uncaught_exceptions() > exceptions_) return;
-  const std::lock_guard<std::mutex> lock(group_.last_calls_mutex_);
-  group_.last_calls_[group_.calls_ % group_.last_calls_.size()].completed = true;
+  if (recorded_ && std::uncaught_exceptions() <= exceptions_) group_.record_time(&CallRecord::ended_ns);
 }
 
-void Group::record_calls() {
-  const std::lock_guard<std::mutex> lock(last_calls_mutex_);
-  last_calls_.resize(256);
-  recording_ = true;
+size_t Group::record_calls(size_t kept) {
+  const std::lock_guard<std::mutex> lock(records_mutex_);
+  last_calls_.clear();
+  last_messages_.clear();
+  return kept_.exchange(kept);
+}
+
+void Group::record_time(int64_t CallRecord::*moment) {
+  const int64_t now = nanoseconds(Clock::now());
+  const std::lock_guard<std::mutex> lock(records_mutex_);
+  if (!last_calls_.empty() && last_calls_.back().number == calls_) last_calls_.back().*moment = now;
+}
+
+void Group::record(const MessageRecord& message) {
+  const std::lock_guard<std::mutex> lock(records_mutex_);
+  keep(last_messages_, message, kept_);
 }
 
 std::optional<WaitingCall> Group::waiting() const {
@@ -536,12 +565,13 @@ std::optional<WaitingCall> Group::waiting() const {
 }
 
 std::vector<CallRecord> Group::last_calls() const {
-  const std::lock_guard<std::mutex> lock(last_calls_mutex_);
-  std::vector<CallRecord> calls;
-  for (const CallRecord& record : last_calls_)
-    if (record.number != 0) calls.push_back(record);
-  std::sort(calls.begin(), calls.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
-  return calls;
+  const std::lock_guard<std::mutex> lock(records_mutex_);
+  return {last_calls_.begin(), last_calls_.end()};
+}
+
+std::vector<MessageRecord> Group::last_messages() const {
+  const std::lock_guard<std::mutex> lock(records_mutex_);
+  return {last_messages_.begin(), last_messages_.end()};
 }
 
 std::string Call::text() const {
@@ -569,6 +599,7 @@ void Call::exchange() {
   local.arrived.raise_to(step);                     // 2 publish
   for (int peer = 0; peer < group_.world_; ++peer)  // 3 wait
     if (!group_.control(peer).arrived.reached(step)) group_.wait_for(peer, *this);
+  if (first && recorded_) group_.record_time(&CallRecord::met_ns);
   group_.fault_point();
   if (reads_in_place_) group_.check_recorded();
   if (first) compare_headers();

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <forward_list>
 #include <functional>
@@ -103,12 +104,25 @@ struct CallHeader {
   std::string text() const;
 };
 
-// One of a group's last calls.
+// One of a group's last calls. Times are in nanoseconds of the steady clock, and 0 for what has not happened.
 struct CallRecord {
-  uint64_t number = 0;
-  CallHeader header{CallKind::barrier};
-  int64_t begun_ns = 0;  // since 1970
-  bool completed = false;
+  uint64_t number;
+  CallKind kind;
+  DType dtype;
+  uint64_t count;
+  int64_t submitted_ns;  // of a call beside the program
+  int64_t begun_ns;
+  int64_t met_ns = 0;  // every rank has come
+  int64_t ended_ns = 0;
+};
+
+// A message that has been sent or received whole. Times are as in CallRecord.
+struct MessageRecord {
+  bool sent;
+  int peer;
+  uint64_t bytes;
+  uint32_t tag;
+  int64_t posted_ns, ended_ns;
 };
 
 // A call that waits for other ranks, for longer than it takes them to come.
@@ -181,8 +195,12 @@ class Group {
   void inject(const InjectedFaults& faults);
   void wait_for_death() const;  // returns at once unless that fault is injected
   uint64_t calls() const { return calls_; }  // number of the last call in errors
-  void record_calls();  // from now on
-  std::vector<CallRecord> last_calls() const;  // the recorded ones, oldest first
+  // Keeps records of the last `kept` calls and messages from now on; forgets older ones. Returns the number before.
+  size_t record_calls(size_t kept);
+  bool records() const { return kept_.load(std::memory_order_relaxed) != 0; }
+  void record(const MessageRecord& message);
+  std::vector<CallRecord> last_calls() const;  // oldest first
+  std::vector<MessageRecord> last_messages() const;
   std::optional<WaitingCall> waiting() const;  // may be asked by any thread
 
   // Runs a call (a function of collectives.h) after all calls submitted earlier, and waits for it.
@@ -236,6 +254,7 @@ class Group {
   void sleep_for(Flag& flag, const class Call& call, bool in_background);
   void check_peers(const class Call& call);
   void fault_point();
+  void record_time(int64_t CallRecord::*moment);  // of the call under way
 
   std::forward_list<std::string> names_;  // newest first; another thread may still read an older name
   std::atomic<const std::string*> name_;
@@ -250,9 +269,10 @@ class Group {
   std::mutex one_call_at_a_time_;
   uint32_t step_ = 0;
   std::atomic<uint64_t> calls_{0};
-  mutable std::mutex last_calls_mutex_;
-  std::vector<CallRecord> last_calls_;  // call n is at n % 256
-  std::atomic<bool> recording_{false};
+  mutable std::mutex records_mutex_;
+  std::deque<CallRecord> last_calls_;
+  std::deque<MessageRecord> last_messages_;
+  std::atomic<size_t> kept_{0};
   mutable std::mutex waiting_mutex_;
   const Call* waiting_ = nullptr;
   Clock::time_point waiting_since_;
@@ -312,6 +332,7 @@ class Call {
   std::unique_lock<std::mutex> lock_;
   CallHeader header_;
   const int exceptions_ = std::uncaught_exceptions();  // a call that ends with more of them has failed
+  bool recorded_ = false;
   uint32_t announced_ = 0;  // the exchange that carried the headers
   bool announced_known_ = false;
   bool reads_in_place_ = false;

@@ -102,8 +102,8 @@ std::shared_ptr<Work> Messenger::send(int destination, const void* data, const M
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     check_open();
-    sends_[destination].push_back(
-        {work, header, static_cast<const std::byte*>(data), 0, Clock::now() + group_.timeout()});
+    const auto now = Clock::now();
+    sends_[destination].push_back({work, header, static_cast<const std::byte*>(data), 0, now, now + group_.timeout()});
   }
   post();
   return work;
@@ -114,8 +114,9 @@ std::shared_ptr<Work> Messenger::receive(int source, void* data, const MessageHe
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     check_open();
-    receives_.push_back({work, header, static_cast<std::byte*>(data), source, from, false,
-                         Clock::now() + group_.timeout()});
+    const auto now = Clock::now();
+    receives_.push_back(
+        {work, header, static_cast<std::byte*>(data), source, from, false, now, now + group_.timeout()});
     const auto posted = std::prev(receives_.end());
     for (auto arrival = arrivals_.begin(); arrival != arrivals_.end(); ++arrival) {
       if (!arrival->whole || arrival->header.tag != header.tag) continue;
@@ -229,6 +230,7 @@ bool Messenger::advance_sends(int destination) {
     out.written.store(written, std::memory_order_release);
     moved = true;
     if (send.position == end) {
+      record(true, destination, send.header, send.posted);
       finished_.emplace_back(send.work, nullptr);
       queue.pop_front();
     }
@@ -337,9 +339,16 @@ void Messenger::deliver(std::list<Receive>::iterator receive, const MessageHeade
                              std::to_string(group_.rank()) + " on group \"" + group_.name() + "\", which receives (" +
                              text_of(receive->header) + ").";
     failure = group_.record_failure(FailureKind::mismatched, text);
+  } else {
+    record(false, source, header, receive->posted);
   }
   finished_.emplace_back(receive->work, failure);
   receives_.erase(receive);
+}
+
+void Messenger::record(bool sent, int peer, const MessageHeader& header, Clock::time_point posted) {
+  if (!group_.records()) return;
+  group_.record({sent, peer, header.bytes(), header.tag, nanoseconds(posted), nanoseconds(Clock::now())});
 }
 
 // Ends operations that cannot complete: the peer is gone, the group has failed, or the time is over.

@@ -61,7 +61,7 @@ class Messenger {
     MessageHeader header;
     const std::byte* data;
     uint64_t position;  // in the header and padded payload
-    Clock::time_point deadline;
+    Clock::time_point posted, deadline;
   };
   struct Receive {
     std::shared_ptr<Work> work;
@@ -70,7 +70,7 @@ class Messenger {
     int source;
     int* from;
     bool claimed;
-    Clock::time_point deadline;
+    Clock::time_point posted, deadline;
   };
   struct Arrival {  // a message that came before its receive or does not fit it
     MessageHeader header;
@@ -100,6 +100,7 @@ class Messenger {
   void start_message(int source);
   void finish_message(int source);
   void deliver(std::list<Receive>::iterator receive, const MessageHeader& header, int source);
+  void record(bool sent, int peer, const MessageHeader& header, Clock::time_point posted);
   bool unread(int source) const;
   bool wanted(int source) const;
   bool busy() const;

@@ -376,18 +376,31 @@ void register_group(py::module_& m) {
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("world", &Group::world)
       .def_property_readonly("calls", &Group::calls)
-      .def("record_calls", &Group::record_calls, "Remember the last 256 collectives from now on.")
+      .def("record_calls", &Group::record_calls, py::arg("kept"),
+           "Remember the last collectives and messages from now on; returns how many were kept before.")
       .def(
           "last_calls",
           [](const Group& g) {
             py::list calls;
             for (const CallRecord& record : g.last_calls())
-              calls.append(py::make_tuple(record.number, name_of(record.header.kind), name_of(record.header.dtype),
-                                          record.header.count, record.begun_ns, record.completed));
+              calls.append(py::make_tuple(record.number, name_of(record.kind), name_of(record.dtype), record.count,
+                                          record.submitted_ns, record.begun_ns, record.met_ns, record.ended_ns));
             return calls;
           },
-          "The recorded collectives, oldest first: number, operation, type, elements, begin in ns since 1970, whether\n"
-          "it is completed. 0 elements where ranks may have different ones.")
+          "The recorded collectives, oldest first: number, operation, type, elements (0 where ranks may have different\n"
+          "ones), and the times of time.monotonic_ns() at which it was submitted (0 if the caller waited), began, at which\n"
+          "all ranks had come, and at which it ended; 0 if it has not.")
+      .def(
+          "last_messages",
+          [](const Group& g) {
+            py::list messages;
+            for (const MessageRecord& record : g.last_messages())
+              messages.append(py::make_tuple(record.sent, record.peer, record.bytes, record.tag, record.posted_ns,
+                                             record.ended_ns));
+            return messages;
+          },
+          "The recorded messages, oldest first: whether sent, to or from which rank of the group, bytes, tag, and the\n"
+          "times at which it was posted and ended.")
       .def(
           "waiting",
           [](const Group& g) -> std::optional<py::tuple> {

@@ -8,6 +8,10 @@ namespace weft::shm {
 
 using Clock = std::chrono::steady_clock;
 
+inline int64_t nanoseconds(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
 // Has one writer. The value only grows. It wraps, so it is compared by difference.
 struct alignas(64) Flag {
   std::atomic<uint32_t> value{0};

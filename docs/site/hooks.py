@@ -24,6 +24,7 @@ TOPICS = {
         "tools.verification",
         "tools.compare.compare_command",
         "tools.compare.recorder",
+        "tools.tracing.trace_recorder",
         "tools.tuning",
         "replicas",
         "tools.diagnosis",

@@ -8,6 +8,7 @@ collective fails, when a group is destroyed, and when the process ends.
 import atexit
 import os
 import pickle
+import time
 import warnings
 from collections.abc import Iterable
 from operator import itemgetter
@@ -20,6 +21,7 @@ from weft import _C
 
 FILE_VARIABLES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"  # the second is the older name
 _NAMES = {"barrier": "all_reduce_barrier", "all_gather": "_all_gather_base"}  # others are named as in the engine
+_KEPT = 256
 _enabled = False
 
 
@@ -28,7 +30,7 @@ def enable(group: _C.Group) -> None:
     global _enabled
     if _file() is None:
         return
-    group.record_calls()
+    group.record_calls(_KEPT)
     if not _enabled:
         _enabled = True
         atexit.register(write)
@@ -73,7 +75,8 @@ def _file() -> str | None:
     return next((os.environ[name] for name in FILE_VARIABLES if os.environ.get(name)), None)
 
 
-def _entry(group, number: int, operation: str, dtype: str, count: int, begun_ns: int, completed: bool) -> dict:
+def _entry(group, number: int, operation: str, dtype: str, count: int, _, begun_ns: int, __, ended_ns: int) -> dict:
+    begun_ns += time.time_ns() - time.monotonic_ns()  # since 1970
     whole, part = [count], [count // group.size()]  # of an uneven split, the smallest part
     parts = [group.size(), *part]
     inputs = {"all_gather": part, "reduce_scatter": parts}.get(operation, whole)
@@ -90,10 +93,10 @@ def _entry(group, number: int, operation: str, dtype: str, count: int, begun_ns:
         "input_dtypes": [dtype],
         "output_sizes": [outputs],
         "output_dtypes": [dtype],
-        "state": "completed" if completed else "started",
+        "state": "completed" if ended_ns else "started",
         "time_discovered_started_ns": begun_ns,
         "time_discovered_completed_ns": None,
-        "retired": completed,
+        "retired": ended_ns > 0,
         "is_p2p": False,
         "frames": [],
     }

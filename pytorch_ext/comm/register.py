@@ -23,9 +23,11 @@ def register_backend_when_torch_is_imported() -> None:
 
 
 def autoload() -> None:
-    """Record the process for `weft compare`, if it is asked for. torch calls this at the end of `import torch`."""
+    """Record or trace the process, if the environment asks for it. torch calls this at the end of `import torch`."""
     if os.environ.get("WEFT_RECORD"):
         importlib.import_module("weft.tools.compare.recorder").record_by_environment()
+    if os.environ.get("WEFT_TRACE"):
+        importlib.import_module("weft.tools.tracing.trace_recorder").trace_by_environment()
 
 
 def _register(c10d) -> None:

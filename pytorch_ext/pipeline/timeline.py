@@ -1,6 +1,5 @@
 """A step as it ran: the actions of every rank, their idle time, and drawings of both."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,29 +67,6 @@ class Timeline:
             f"{self.schedule}: {self.ranks} ranks, {self.stages} stages, {self.microbatches} micro-batches in "
             f"{self.span_s * 1e3:.2f} ms; bubble {self.bubble:.1%} measured, {self.formula:.1%} by (p-1)/(v m + p-1); "
             f"busy: {ranks}"
-        )
-
-    def save_trace(self, path: str | Path) -> None:
-        """Write a file for chrome://tracing and ui.perfetto.dev, with a row for each rank."""
-        events: list[dict] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in range(self.ranks)
-        ]
-        events += [
-            {
-                "name": action.name,
-                "cat": _KINDS[action.kind],
-                "ph": "X",
-                "pid": 0,
-                "tid": action.rank,
-                "ts": action.start * 1e6,
-                "dur": (action.end - action.start) * 1e6,
-                "args": {"stage": action.stage, "microbatch": action.microbatch},
-            }
-            for action in self.actions
-        ]
-        Path(path).write_text(
-            json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": str(self)}})
         )
 
     def save_png(self, path: str | Path) -> None:

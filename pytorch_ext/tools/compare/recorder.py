@@ -6,9 +6,7 @@ model that is to be compared should be small.
 """
 
 import atexit
-import gc
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,20 +28,14 @@ from weft.data_parallel.batch_units import running_unit
 from weft.data_parallel.data_parallel import DataParallel
 from weft.data_parallel.grad_norm import gradient_of
 from weft.data_parallel.sharded_optimizer import piece_of
-from weft.forward.running import in_trial
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
+from weft.tools.called_modules import CalledModules, Changes, holder_of, is_around, names_of, outermost
 from weft.tools.compare.reordering import OtherOrder, nudge
 from weft.tools.compare.seen import Edge, Key, Place, Seen, place_of, plain_name, save
 
 STEPS = (0, 1)
-_AROUND = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "ModelStage"}  # classes around a whole model
 _HOOKED = (torch.Tensor, nn.Parameter, DTensor)
-
-
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
 
 
 class RunRecorder:
@@ -70,8 +62,8 @@ class RunRecorder:
         self.steps, self.reordered, self.step = set(steps), reordered, 0
         self.drops, self.kinds, self.in_units = drops, kinds, False
         self._found: list[tuple[Any, ...]] = []  # of Seen, with the module itself for its name
-        self._running = _Running()
         self._roots: list[nn.Module] = []
+        self._called = CalledModules(self._roots)
         self._calls: Counter = Counter()
         self._root_calls = -1
         self._again: Counter = Counter()
@@ -81,7 +73,7 @@ class RunRecorder:
         self._holder: nn.Module | None = None  # of all roots, if there are several
         self._made: dict[Any, list[tuple]] = {}  # a node of autograd's graph to the calls whose output it is
         self._edges: dict[tuple, None] = {}  # (call that made a tensor, call that it went into)
-        self._undo: list[Callable[[], Any]] = []
+        self._changes = Changes()
         self._nudged = False
 
     # Hooks
@@ -90,7 +82,8 @@ class RunRecorder:
         recorder, call, backward = self, nn.Module.__call__, torch.autograd.backward
 
         def called(module, *args, **kwargs):
-            if recorder.step not in recorder.steps or torch.compiler.is_compiling() or not recorder._counts(module):
+            left_out = recorder.step not in recorder.steps or torch.compiler.is_compiling()
+            if left_out or not recorder._called.counts(module):
                 return call(module, *args, **kwargs)
             return recorder._call(call, module, args, kwargs)
 
@@ -101,46 +94,35 @@ class RunRecorder:
                         recorder._keep("loss", None, x, item=recorder._next("loss"))
             return backward(tensors, *args, **kwargs)
 
-        self._put(nn.Module, "__call__", called)
+        self._changes.put(nn.Module, "__call__", called)
         if not self.drops:
-            self._put(nn.functional, "dropout", self._dropping(nn.functional.dropout))
-        self._put(torch.autograd, "backward", differentiated)
+            self._changes.put(nn.functional, "dropout", self._dropping(nn.functional.dropout))
+        self._changes.put(torch.autograd, "backward", differentiated)
         for home in (nn.utils, nn.utils.clip_grad, weft, weft.clip_grad):
-            self._put(home, "clip_grad_norm_", self._clipping(home.clip_grad_norm_))
-        self._put(nn.utils, "clip_grads_with_norm_", self._scaling(nn.utils.clip_grads_with_norm_))
-        self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
+            self._changes.put(home, "clip_grad_norm_", self._clipping(home.clip_grad_norm_))
+        self._changes.put(nn.utils, "clip_grads_with_norm_", self._scaling(nn.utils.clip_grads_with_norm_))
+        self._changes.at_end(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._changes.at_end(register_optimizer_step_post_hook(self._after_step).remove)
         if self.reordered:
             mode = OtherOrder()
             mode.__enter__()
-            self._undo.append(lambda: mode.__exit__(None, None, None))
+            self._changes.at_end(lambda: mode.__exit__(None, None, None))
 
     def stop(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def _put(self, home: Any, name: str, value: Any) -> None:
-        before = getattr(home, name)
-        setattr(home, name, value)
-        self._undo.append(lambda: setattr(home, name, before))
+        self._changes.undo()
 
     # Modules
 
-    def _counts(self, module: nn.Module) -> bool:
-        """Return whether a call is one of the program's model, and no trial."""
-        return bool(self._running.modules) or not (in_trial() or any(x.is_meta for x in module.parameters()))
-
     def _call(self, call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        stack = self._running.modules
+        stack = self._called.stack
         again = torch._C._current_graph_task_id() != -1  # recomputed in backward
         if not stack and not again:
             if self._stepped:
                 self._end_step()
             self._root_calls += 1
-        around = type(module).__name__ in _AROUND
-        if not around and not again and (not stack or type(stack[-1]).__name__ in _AROUND):
+        if not again and self._called.is_root(module):
             self._enter_root(module)
-        if around:
+        if is_around(module):
             return self._within(module, call, args, kwargs)
         counted, unit = self._again if again else self._calls, running_unit()
         self.in_units |= unit is not None
@@ -151,15 +133,14 @@ class RunRecorder:
         return self._note_all("output", at, self._within(module, call, args, kwargs), again)
 
     def _within(self, module: nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:
-        self._running.modules.append(module)
+        self._called.stack.append(module)
         try:
             return call(module, *args, **kwargs)
         finally:
-            self._running.modules.pop()
+            self._called.stack.pop()
 
     def _enter_root(self, module: nn.Module) -> None:
-        if not any(module is root for root in self._roots):
-            self._roots.append(module)
+        if self._called.enter_root(module):
             self._holder = None
         if not any(True for _ in module.parameters()):
             return
@@ -234,12 +215,12 @@ class RunRecorder:
         """Return a dropout that records what it would drop, and drops nothing."""
 
         def dropped(x, p=0.5, training=True, inplace=False):
-            if not training or p == 0.0 or self.step not in self.steps or not self._running.modules:
+            if not training or p == 0.0 or self.step not in self.steps or not self._called.stack:
                 return drop(x, p, training, inplace)
             with torch.no_grad():
                 left = drop(torch.ones_like(x), p, True)
             if torch._C._current_graph_task_id() == -1:
-                module = self._running.modules[-1]
+                module = self._called.stack[-1]
                 number = self._next("drops", module)
                 self._keep("input", (module, self._root_calls, number), x, "dropped")
                 self._keep("dropout", (module, self._root_calls, number), left != 0)
@@ -257,8 +238,8 @@ class RunRecorder:
         if id(optimizer) in self._stepped:
             self._end_step()
         self._stepped.add(id(optimizer))
-        if self._holder is None and len(models := self._outermost()) > 1:
-            self._holder = _holder_of(models)
+        if self._holder is None and len(models := outermost(self._roots)) > 1:
+            self._holder = holder_of(models)
         if self.step not in self.steps:
             return
         for number, group in enumerate(optimizer.param_groups):
@@ -320,19 +301,8 @@ class RunRecorder:
             model: gives its modules their names; by default, that is the outermost module that was called, or the one
                 that holds all of these.
         """
-        models, model = self._outermost(), model or self._holder
-        inside = [] if model is None else getattr(model, "module", model).named_modules()
-        self._modules = {id(module): name for name, module in inside}
-        for root in self._roots:
-            prefix = type(root).__name__ if len(models) > 1 or root not in models else ""
-            for name, module in root.named_modules():
-                self._modules.setdefault(id(module), ".".join(filter(None, (prefix, name))))
+        self._modules = names_of(self._roots, model or self._holder)
         return [self._named(*found) for found in self._found]
-
-    def _outermost(self) -> list[nn.Module]:
-        """Return the modules with parameters that no other module called."""
-        inner = {id(module) for root in self._roots for module in root.modules() if module is not root}
-        return [root for root in self._roots if id(root) not in inner and any(True for _ in root.parameters())]
 
     def edges(self) -> list[Edge]:
         """Return which calls' outputs went into which calls, by name; `seen` must have been called."""
@@ -398,14 +368,6 @@ def record_by_environment() -> None:
     recorder = RunRecorder(steps, os.environ.get("WEFT_RECORD_REORDERED") == "1")
     recorder.start()
     atexit.register(lambda: recorder.save(Path(folder)))
-
-
-def _holder_of(modules: Sequence[nn.Module]) -> nn.Module | None:
-    """Return the smallest module that holds all of these: a pipeline's, or of a program that calls layers by itself."""
-    holders = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in vars(x)]
-    inside = ((holder, list(holder.modules())) for holder in holders)
-    sizes = [(len(held), holder) for holder, held in inside if {*map(id, modules)} <= {*map(id, held)}]
-    return min(sizes, key=lambda pair: pair[0])[1] if sizes else None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,0 +1,40 @@
+"""`weft trace`: run a program with a trace, and report where the time of a trace's steps goes."""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from weft.tools.planner.hardware import Hardware
+from weft.tools.tracing.step_report import StepReport
+from weft.tools.tracing.trace_file import load_trace, parts_of
+
+
+def run(options: argparse.Namespace) -> int:
+    if not re.fullmatch(r"\d+(-\d+)?", options.steps):
+        print("weft trace: --steps must be like 0-9 or 5", file=sys.stderr)
+        return 2
+    path, status = Path(options.file).absolute(), 0
+    if options.run is not None:
+        for old in (path, *parts_of(path)):
+            old.unlink(missing_ok=True)
+        environment = {"WEFT_AS_GLOO": "1", **os.environ, "WEFT_TRACE": str(path), "WEFT_TRACE_STEPS": options.steps}
+        status = subprocess.run(shlex.split(options.run), env=environment, check=False).returncode
+        if status:
+            print(f"weft trace: {options.run!r} ended with status {status}", file=sys.stderr)
+    try:
+        ranks = load_trace(path)
+        report = StepReport(ranks, None if options.hardware is None else Hardware.of(options.hardware))
+    except (FileNotFoundError, ValueError) as error:
+        print(f"weft trace: {error}", file=sys.stderr)
+        return 2
+    missing = sorted(set(range(ranks[0].world)) - {rank.rank for rank in ranks})
+    if missing:
+        print(f"weft trace: without ranks {', '.join(map(str, missing))}, which left no part beside {path}")
+    print(report)
+    if options.html is not None:
+        Path(options.html).write_text(report.html())
+    return status
