@@ -70,6 +70,8 @@ def tensor_parallel(rank):
     assert "output" not in faults and "gradient of up.weight" in faults and "gradient of down.weight" not in faults
     with pytest.raises(AssertionError, match="FAULT .* gradient of up.weight"):
         report.raise_faults()
+    assert "the runs part in up: step 0, rank 0: the gradient of input of up" in report.where
+    assert report.where.endswith("it is 2 times the reference's")
 
 
 def test_a_parallel_model_is_compared_with_the_unsplit_one():

@@ -23,10 +23,14 @@ from weft.data_parallel.sharded_optimizer import Piece, piece_of
 from weft.invariant.unit_outputs import same_bits
 from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
+from weft.tools.compare.comparison import compare_recordings
+from weft.tools.compare.recorder import RunRecorder
 from weft.tools.compare.reordering import nudge
+from weft.tools.compare.seen import Edge, Seen
 from weft.tools.first_difference import first_difference, from_all_ranks, recording
 
 FACTOR = 4.0  # times the unsplit model's own rounding error; a split sum is rounded once more per rank
+_MOST_BYTES = 1 << 30  # of all ranks' recordings
 ZERO = 1e-12  # a smaller share of the whole gradient's norm is 0, up to fp64 rounding
 
 
@@ -65,11 +69,14 @@ class Report:
 
     Attributes:
         first: with bitwise=True, the first output of a module, or its gradient, that has other bits.
+        where: if a result differs, where the runs part first, on which rank, and what that looks like, as
+            `weft.compare` finds it; None also if recordings of the step take more than 1 GiB.
     """
 
     differences: tuple[Difference, ...]
     leaks: tuple[str, ...]
     first: str | None = None
+    where: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -80,7 +87,8 @@ class Report:
 
     def _faults(self) -> list[str]:
         first = [] if self.first is None else [f"FAULT first other bits: {self.first}"]
-        return [*(f"FAULT leak: {leak}" for leak in self.leaks), *first]
+        where = [] if self.where is None else [f"FAULT {self.where}"]
+        return [*(f"FAULT leak: {leak}" for leak in self.leaks), *first, *where]
 
     def raise_faults(self) -> None:
         """Raise AssertionError with the faults, if there are any."""
@@ -225,7 +233,35 @@ def verify(
     if sharing_in(model):  # such a model learns from its first call what the next ones can leave out
         with _left_as_it_was(model, kept):
             found += compared(step(model, batch))[0]
-    return _over_ranks(found, leaks, set(whole) - seen)
+    report = _over_ranks(found, leaks, set(whole) - seen)
+    if all(difference.ok for difference in report.differences):
+        return report
+    with _left_as_it_was(model, kept):
+        return replace(report, where=_where_they_part(model, reference, batch, step))
+
+
+def _where_they_part(model: nn.Module, reference: nn.Module, batch: Any, step: Callable) -> str | None:
+    """Return where a step of the model parts from the reference's first. A collective call."""
+
+    def recorded(model: nn.Module, reordered: bool = False) -> tuple[list[Seen], list[Edge]]:
+        recorder = RunRecorder((0,), reordered)
+        recorder.start()
+        try:
+            step(model, batch)
+        finally:
+            recorder.stop()
+        return recorder.seen(model), recorder.edges()
+
+    (expected, edges), (other, _) = (recorded(copy.deepcopy(reference), reordered) for reordered in (False, True))
+    own, _ = recorded(model)
+    if sum(from_all_ranks(sum(seen.tensor.nbytes for seen in own))) > _MOST_BYTES:
+        return None
+    try:
+        found = compare_recordings(expected, edges, other, from_all_ranks(own), {})
+    except ValueError:  # the reference's names are not the model's
+        return None
+    first = next(iter(found.findings), None)
+    return None if first is None else f"the runs part in {first.module or 'the model'}: {first}"
 
 
 def _compare_bits(model: nn.Module, reference: nn.Module, batch: Any, step: Callable) -> Report:

@@ -156,5 +156,6 @@ inline std::unique_ptr<Group> join(Team& team, int rank, uint64_t key, std::func
   auto group = std::make_unique<Group>("test", rank, std::move(*segment), ranks, std::move(options));
   constexpr uint32_t delays_us[] = {0, 0, 20, 200};
   group->inject({key_of(key, rank), delays_us[plan.below(4)], 0});
+  group->record_calls(plan.below(3) * 8);
   return group;
 }
