@@ -557,7 +557,7 @@ void Group::record(const MessageRecord& message) {
 
 std::optional<WaitingCall> Group::waiting() const {
   const std::lock_guard<std::mutex> lock(waiting_mutex_);
-  if (waiting_ == nullptr) return {};
+  if (waiting_ == nullptr) return messenger_->waiting();
   WaitingCall found{waiting_->text(), std::chrono::duration<double>(Clock::now() - waiting_since_).count(), {}};
   for (int peer = 0; peer < world_; ++peer)  // the step does not change while the call waits
     if (!control(peer).arrived.reached(step_)) found.missing.push_back(label(peer));

@@ -125,13 +125,6 @@ struct MessageRecord {
   int64_t posted_ns, ended_ns;
 };
 
-// A call that waits for other ranks, for longer than it takes them to come.
-struct WaitingCall {
-  std::string call;
-  double seconds;
-  std::vector<int> missing;  // labels of the ranks that have not arrived
-};
-
 enum class FailureKind : int { rank_lost = 1, timed_out, mismatched, interrupted };
 
 // Symmetric memory: one part of the same size per rank of a group, mapped by all ranks.

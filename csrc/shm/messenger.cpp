@@ -131,6 +131,26 @@ std::shared_ptr<Work> Messenger::receive(int source, void* data, const MessageHe
   return work;
 }
 
+std::optional<WaitingCall> Messenger::waiting() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::optional<WaitingCall> oldest;
+  const auto now = Clock::now();
+  const auto consider = [&](bool sent, int peer, const MessageHeader& header, Clock::time_point posted) {
+    const double seconds = std::chrono::duration<double>(now - posted).count();
+    if (oldest && oldest->seconds >= seconds) return;
+    oldest = {(sent ? "send (" : "receive (") + text_of(header) + ") on group \"" + group_.name() + "\"", seconds, {}};
+    for (int rank = 0; rank < group_.world(); ++rank)
+      if (rank == peer || (peer == any_rank && rank != group_.rank())) oldest->missing.push_back(group_.label(rank));
+  };
+  for (int peer = 0; peer < group_.world(); ++peer)
+    if (!sends_[peer].empty()) consider(true, peer, sends_[peer].front().header, sends_[peer].front().posted);
+  if (!receives_.empty()) {
+    const Receive& first = receives_.front();
+    consider(false, first.source, first.header, first.posted);
+  }
+  return oldest;
+}
+
 void Messenger::check_open() const {
   if (closing_) throw CommError("the group was destroyed; create it again to use it.");
 }

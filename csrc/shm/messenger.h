@@ -16,6 +16,8 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -38,6 +40,13 @@ struct alignas(64) MessageHeader {
   size_t bytes() const { return count * size_of(dtype); }
 };
 
+// A call or message that waits for other ranks.
+struct WaitingCall {
+  std::string call;
+  double seconds;
+  std::vector<int> missing;  // labels of the ranks that have not come
+};
+
 class Messenger {
  public:
   static size_t segment_bytes(int world);
@@ -50,6 +59,8 @@ class Messenger {
   std::shared_ptr<Work> send(int destination, const void* data, const MessageHeader& header);
   // `source` may be any_rank. `from` receives the source's rank, and must live until the work is done.
   std::shared_ptr<Work> receive(int source, void* data, const MessageHeader& header, int* from);
+
+  std::optional<WaitingCall> waiting();  // the message posted first that has not gone through
 
   void nudge(int rank);  // wakes all waiters of that rank, so that they check the group again
   void close();          // ends operations under way with an error; refuses later ones

@@ -408,7 +408,8 @@ void register_group(py::module_& m) {
             if (!found) return {};
             return py::make_tuple(found->call, found->seconds, found->missing);
           },
-          "The call that waits for other ranks: its text, for how many seconds, the ranks that have not arrived.")
+          "The call that waits for other ranks, or else the message that has waited longest: its text, for how many\n"
+          "seconds, the ranks that have not come.")
       .def_property_readonly("single_copy", &Group::single_copy, "Whether ranks read one another's memory.")
       .def("rename", &Group::rename, py::arg("name"), NoGil())
       .def(

@@ -174,6 +174,28 @@ def test_ranks_that_call_in_different_orders_are_said_to(tmp_path):
     assert weft.CollectiveTimeoutError in errors and errors <= {weft.CollectiveTimeoutError, weft.RankLostError}
 
 
+def waits_for_a_message(rank, sends, path):
+    if rank == 0:
+        x = torch.ones(1 << 22)
+        dist.send(x, 1) if sends else dist.recv(x, 1)
+    if rank == 1:
+        sleeps(path)
+        x = torch.ones(1 << 22)
+        dist.recv(x, 0) if sends else dist.send(x, 0)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_message_that_nobody_takes_or_sends(sends, tmp_path):
+    one = r"has waited for (0\.[3-9]|[1-9])"
+    text, outcomes = seen_meanwhile(
+        waits_for_a_message, sends, str(tmp_path / "go on"), path=tmp_path / "go on", until=one
+    )
+    assert re.match(r"rank 1 \(pid \d+\) is waited for, at .*test_rank_report.py:\d+ ", text), text
+    call = rf"in {'send' if sends else 'receive'} \(.*\) on group \"default_pg\" for rank 1, at .*waits_for_a_message"
+    assert re.search(rf"rank 0 \(pid \d+\) has waited for .* {call}", text), text
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+
+
 def comes_too_late(rank, folder):
     while rank == 1 and len(os.listdir(folder)) < 2:
         time.sleep(0.02)
