@@ -227,6 +227,29 @@ def test_torch_is_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
+def test_one_trace_at_a_time(tmp_path):
+    with weft.trace(tmp_path / "run.json"):
+        with pytest.raises(RuntimeError, match="another trace runs"), weft.trace(tmp_path / "other.json"):
+            pass
+        nn.Linear(4, 2)(torch.ones(3, 4))
+    assert len(load_trace(tmp_path / "run.json")[0].of_kind("forward")) == 1
+
+
+def on_machines(rank, path):
+    with weft.trace(path):
+        programs.over_dp()
+
+
+def test_collectives_between_machines(tmp_path):
+    """Two machines, as one that are said to be: between them the engine's calls are gloo's."""
+    own = lambda rank: os.environ.update(WEFT_HOST=f"machine-{rank // 2}")  # noqa: E731
+    run_ranks(on_machines, 4, tmp_path / "run.json", before=own, timeout_s=100)
+    ranks = load_trace(tmp_path / "run.json")
+    calls = [[call for group in rank.groups for call in group.collectives] for rank in ranks]
+    assert all(any(call.operation.startswith("all_reduce(") for call in of_rank) for of_rank in calls)
+    assert StepReport(ranks).causes
+
+
 def test_events_of_torchs_profiler_are_on_the_same_clock(tmp_path):
     with torch.profiler.profile():
         pass  # its first start takes long

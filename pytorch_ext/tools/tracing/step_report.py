@@ -242,7 +242,8 @@ class StepReport:
     @property
     def title(self) -> str:
         steps = "a step" if self.steps == 1 else f"{self.steps} steps"
-        return f"{len(self.ranks)} ranks, {steps} of {self.step_ms:.2f} ms (median)"
+        ranks = "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
+        return f"{ranks}, {steps} of {self.step_ms:.2f} ms (median)"
 
     def __str__(self) -> str:
         rows = self.table()

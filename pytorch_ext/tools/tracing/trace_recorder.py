@@ -5,7 +5,6 @@ groups. A program that asks for gloo's groups gets those with WEFT_AS_GLOO=1 (`w
 """
 
 import atexit
-import json
 import multiprocessing.util
 import os
 import re
@@ -49,6 +48,8 @@ _now = time.monotonic_ns
 _MARK = "_weft_trace"
 _STAGE_KINDS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
+_traced = False  # this process
+
 
 class TraceRecorder:
     """Recording of this process.
@@ -88,6 +89,15 @@ class TraceRecorder:
     # Hooks
 
     def start(self) -> None:
+        """Begin.
+
+        Raises:
+            RuntimeError: another trace runs in this process.
+        """
+        global _traced
+        if _traced:
+            raise RuntimeError("weft.trace: another trace runs in this process, of weft.trace or WEFT_TRACE")
+        _traced = True
         self._on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._changes.put(nn.Module, "__call__", self._calling(nn.Module.__call__))
         self._spanned(torch.autograd, "backward", BACKWARD_PASS, "")
@@ -110,6 +120,8 @@ class TraceRecorder:
             self._record_group(group, dist.get_process_group_ranks(group))
 
     def stop(self) -> None:
+        global _traced
+        _traced = False
         self._changes.undo()
         for facts in self._groups.values():
             if "kept" in facts:
@@ -294,7 +306,9 @@ class TraceRecorder:
         engine = getattr(group, "engine", None)
         if engine is None or engine in self._groups:
             return
-        facts = self._groups[engine] = {"group": group, "ranks": ranks, "calls": [], "messages": []}
+        again = sum(facts["group"].group_name == group.group_name for facts in self._groups.values())
+        key = f"{group.group_name}.{again}"  # a group that is made again gets the name of the one before
+        facts = self._groups[engine] = {"group": group, "key": key, "ranks": ranks, "calls": [], "messages": []}
         if group.group_here is not None:
             facts["kept"] = group.group_here.record_calls(_KEPT)
 
@@ -355,12 +369,12 @@ class TraceRecorder:
             "memory_of": "CUDA tensors" if self._on_cuda else "process",
             "profiled": self._profiled,
         }
-        write_part(self.path, json.loads(json.dumps(part)))
+        write_part(self.path, part)
 
 
 def _group_facts(facts: dict[str, Any]) -> dict[str, Any]:
     group = facts.pop("group")
-    return {"name": name_of(group), "key": group.group_name, **facts}
+    return {"name": name_of(group), **facts}
 
 
 @contextmanager
@@ -376,6 +390,9 @@ def trace(path: str | Path, *, steps: Sequence[int] | None = None) -> Iterator[N
         path: the file. The last rank to leave the context writes it; ranks on machines without a common file system
             leave parts.
         steps: numbers of the steps to keep, from 0; None: all. A step ends with the optimizers' steps.
+
+    Raises:
+        RuntimeError: another trace runs in this process.
 
     Examples:
         >>> model = nn.Linear(4, 2)
