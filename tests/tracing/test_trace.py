@@ -296,7 +296,7 @@ def test_the_command_runs_a_program_and_reports(tmp_path, monkeypatch, capfd):
     path, page = tmp_path / "run.json", tmp_path / "report.html"
     assert main(["trace", str(path), "--run", command(tmp_path), "--html", str(page)]) == 0
     out = capfd.readouterr().out
-    assert "2 ranks, a step of" in out and "Largest modules" in out and "blocks.*.up" in out
+    assert "2 ranks, a step of" in out and "Largest modules" in out and "  blocks.*" in out
     assert "<h1>2 ranks, a step of" in page.read_text() and "width:" in page.read_text()
     assert main(["trace", str(path), "--hardware", "h100"]) == 0
     assert "2 ranks, a step of" in capfd.readouterr().out

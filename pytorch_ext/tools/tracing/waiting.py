@@ -40,7 +40,8 @@ class Label(NamedTuple):
     def __str__(self) -> str:
         if self.kind in MODULE_KINDS:
             return f"{self.name}, {self.kind}"
-        return _WORDS.get(self.kind, f"{self.kind} {self.name}")
+        more = f", {self.name}" if self.kind == OUTSIDE and self.name else ""
+        return _WORDS[self.kind] + more
 
 
 @dataclass(frozen=True)
@@ -134,34 +135,37 @@ class RankActivity:
         self._begins = [begin for begin, _, _ in self.segments]
 
     def _flatten(self, spans: Iterable[Span]) -> None:
-        around: list[list] = []  # span, own ns
-        cursor = 0
+        around: list[tuple[Span, list[int]]] = []  # spans, and their own ns
+        cursor, before = 0, ""
 
-        def close(until: int) -> None:
+        def until(time: int) -> None:
             nonlocal cursor
-            while around and around[-1][0].end <= until:
-                add(around[-1][0].end)
+            if around and time > cursor:
+                (*outer, (span, own)), length = around, time - cursor
+                inside = outer[-1][0] if outer else Span(OUTSIDE, "", 0, 0)
+                self._segment(cursor, time, span, inside if span.kind == COMMUNICATION else span)
+                own[0] += length
+            elif before and time > cursor:
+                gap = Span(OUTSIDE, f"between {before} and {following.kind}", cursor, time)
+                self._segment(cursor, time, gap, gap)
+            cursor = max(cursor, time)
+
+        for following in nested(spans):
+            while around and around[-1][0].end <= following.begin:
+                until(around[-1][0].end)
                 span, own = around.pop()
-                self.usual[_pattern(span)].append(own)
-            if around:
-                add(until)
-            cursor = max(cursor, until)
+                self.usual[_pattern(span)].append(own[0])
+                before = span.kind
+            until(following.begin)
+            around.append((following, [0]))
+        while around:
+            until(around[-1][0].end)
+            span, own = around.pop()
+            self.usual[_pattern(span)].append(own[0])
 
-        def add(until: int) -> None:
-            nonlocal cursor
-            if until > cursor:
-                span = around[-1][0]
-                self.segments.append((cursor, until, Label(span.kind, span.name)))
-                if span.kind == COMMUNICATION:
-                    span = around[-2][0] if len(around) > 1 else Span(OUTSIDE, "", cursor, until)
-                self._places.append(Label(span.kind, span.name))
-                around[-1][1] += until - cursor
-                cursor = until
-
-        for span in nested(spans):
-            close(span.begin)
-            around.append([span, 0])
-        close(1 << 62)
+    def _segment(self, begin: int, end: int, span: Span, place: Span) -> None:
+        self.segments.append((begin, end, Label(span.kind, span.name)))
+        self._places.append(Label(place.kind, place.name))
 
     def times(self, begin: int, end: int) -> Counter[Label]:
         """Return the ns of each label between two times."""
