@@ -5,12 +5,16 @@ import re
 import sys
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import parallel_programs as programs
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import optimizer
 
 import weft
@@ -19,6 +23,7 @@ from weft.testing.ranks import run_ranks
 from weft.tools.compare.alignment import Alignment
 from weft.tools.compare.comparison import compare_recordings
 from weft.tools.compare.recorder import RunRecorder
+from weft.tools.compare.seen import Key, Seen, flat_parts, place_of
 
 DROPS = {"p": 0.2}
 MIXTURE = {"block": programs.MixtureBlock}
@@ -238,3 +243,62 @@ def test_known_places_join_into_one_dimension():
     alignment.note((rows, columns, None), whole.shape)
     fit = alignment.fit(part.flatten(0, 1), whole.flatten(0, 1), 1e-6)
     assert fit.error == 0.0 and fit.indexes[0].tolist() == [6, 7, 10, 11, 18, 19, 22, 23]
+
+
+def strided(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    local = DTensor.from_local(torch.zeros(4, 3), mesh, [_StridedShard(0, split_factor=2)], shape=(8, 3), stride=(3, 1))
+    return place_of(local)
+
+
+def test_a_strided_shard_has_a_stretch_of_each_fused_weight():
+    assert run_ranks(strided, 2) == [{0: [(0, 2), (4, 6)], 1: [(0, 3)]}, {0: [(2, 4), (6, 8)], 1: [(0, 3)]}]
+
+
+def test_the_flat_tensors_that_zero_steps_are_parts_of_parameters():
+    flat, parameters = torch.arange(10.0), [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))]
+    for parameter, here, there, count in ((parameters[0], 0, 8, 4), (parameters[1], 4, 0, 5)):
+        address, place = (SimpleNamespace(start=start, numel=count) for start in (here, there))
+        fragment = flat.narrow(0, here, count)
+        parameter._hp_mapping = SimpleNamespace(
+            hp_fragment=fragment, hp_fragment_address=address, lp_fragment_address=place
+        )
+    found = [(flat[part].tolist(), place) for _, part, place in flat_parts(flat, parameters)]
+    assert found == [([0, 1, 2, 3], {"flat": [(8, 12)]}), ([4, 5, 6, 7, 8], {"flat": [(0, 5)]})]
+    assert flat_parts(parameters[1], parameters)[0][0] is parameters[1]
+
+
+def seen(tensors, **places):
+    """Make a recording of one step of a model `a` by kinds of tensors."""
+    keys = [Key(0, kind, "" if kind == "input" else "a", 0, 0, 0) for kind in tensors]
+    return [Seen(key, x, place=places.get(key.kind)) for key, x in zip(keys, tensors.values(), strict=True)]
+
+
+def test_a_gradient_of_which_some_columns_are_parts_is_right_if_it_is_summed_later():
+    dy, dx, x = torch.randn(4, 6), torch.randn(4, 3), torch.randn(4, 3)
+    parts = [torch.cat([dy[:, :4], dy[:, 4:] * share], 1) for share in (0.3, 0.7)]
+    whole = seen({"input": x, "gradient of output": dy, "gradient of input": dx})
+    for later, wrong in ((dx, ""), (dx * torch.arange(1, 4), "in some columns the sum over ranks 0, 1")):
+        ranks = [seen({"input": x, "gradient of output": part, "gradient of input": later}) for part in parts]
+        found = compare_recordings(whole, [], whole, ranks, {})
+        assert found.ok if not wrong else wrong in str(found), found
+
+
+def test_a_part_that_is_nothing_but_rounding_is_measured_by_its_own_rounding():
+    x, real = torch.randn(4, 3), torch.randn(4, 3)
+    noise = [torch.randn(4, 3) * 1e-9 for _ in range(3)]
+    runs = [seen({"input": x, "gradient": torch.cat([other, real])}) for other in noise[:2]]
+    ranks = [
+        seen({"input": x, "gradient": part}, gradient={0: [(start, start + 4)]})
+        for start, part in ((0, noise[2]), (4, real))
+    ]
+    assert compare_recordings(runs[0], [], runs[1], ranks, {}).ok
+    ranks[1] = seen({"input": x, "gradient": real * 2}, gradient={0: [(4, 8)]})
+    assert not compare_recordings(runs[0], [], runs[1], ranks, {}).ok
+
+
+def test_gradients_without_names_are_not_missing():
+    x = torch.randn(4, 3)
+    whole = seen({"input": x, "output": x, "gradient": x})
+    run = [*whole[:2], whole[2]._replace(key=whole[2].key._replace(module=""))]
+    assert compare_recordings(whole, [], whole, [run], {}).ok

@@ -98,21 +98,18 @@ class RankRecording:
     def _fit_parameter(
         self, key: Key, seen: Seen, part: torch.Tensor, whole: torch.Tensor, allowed: float
     ) -> Fit | None:
+        known = self.places.get(key.module)
         if seen.place is not None:
             flat = seen.place.get("flat")
-            expected = take(whole, tuple(_indices(seen.place.get(dim)) for dim in range(whole.dim())))
+            if known is None or not seen.place.keys() <= {"flat"}:
+                known = tuple(_indices(seen.place.get(dim)) for dim in range(whole.dim()))
+            expected = take(whole, known)
             if flat is not None:
                 (start, stop), part = flat[0], part.reshape(-1)
                 expected = expected.reshape(-1)[start:stop]
             if part.shape != expected.shape:
                 return None
-            return Fit(
-                error_of(part, expected),
-                tuple(_indices(seen.place.get(dim)) for dim in range(whole.dim())),
-                1.0,
-                expected,
-            )
-        known = self.places.get(key.module)
+            return Fit(error_of(part, expected), known, 1.0, expected)
         if known is not None and len(known) == whole.dim():
             expected = take(whole, known)
             if expected.shape == part.shape:

@@ -32,7 +32,7 @@ from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 from weft.tools.called_modules import CalledModules, Changes, holder_of, is_around, names_of, outermost
 from weft.tools.compare.reordering import OtherOrder, nudge
-from weft.tools.compare.seen import Edge, Key, Place, Seen, place_of, plain_name, save
+from weft.tools.compare.seen import Edge, Key, Place, Seen, flat_parts, place_of, plain_name, save
 
 STEPS = (0, 1)
 _HOOKED = (torch.Tensor, nn.Parameter, DTensor)
@@ -149,7 +149,8 @@ class RunRecorder:
             nudge(module)
         for name, x in module.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(x), (x, module, name))
-            if torch.is_grad_enabled() and self._first("parameters", x):
+            away = hasattr(x, "ds_shape") and not x.numel()  # ZeRO 3 gathers it when its module runs
+            if torch.is_grad_enabled() and not away and self._first("parameters", x):
                 self._keep("parameter", (module, name), x, place=place_of(x))
 
     def _first(self, key: str, x: object) -> bool:
@@ -251,17 +252,24 @@ class RunRecorder:
         if self.step not in self.steps:
             return
         for x in _parameters(optimizer):
-            self._keep("updated parameter", x, x, place=place_of(x))
-            for name, state in optimizer.state.get(x, {}).items():
-                if isinstance(state, torch.Tensor) and local(state).numel() == local(x).numel():
-                    self._keep("state", x, state, item=name, place=place_of(x))
+            states = optimizer.state.get(x, {}).items()
+            kept = {name: state for name, state in states if isinstance(state, torch.Tensor)}
+            kept = {name: state for name, state in kept.items() if local(state).numel() == local(x).numel()}
+            for parameter, part, place in flat_parts(x, self._named_parameters()):
+                self._keep("updated parameter", parameter, x[part], place=place)
+                for name, state in kept.items():
+                    self._keep("state", parameter, state[part], item=name, place=place)
 
     def _keep_gradients(self, kind: str, parameters: Sequence[torch.Tensor]) -> None:
         for x in parameters:
             gradient = x.grad if isinstance(x.grad, DTensor) else gradient_of(x)
             if gradient is not None:  # it may be placed otherwise than the parameter
                 other = isinstance(gradient, DTensor) and piece_of(x) is None and shard_of(x) is None
-                self._keep(kind, x, gradient, place=place_of(gradient if other else x))
+                for parameter, part, place in flat_parts(x, self._named_parameters()):
+                    self._keep(kind, parameter, gradient[part], place=place_of(gradient) if other else place)
+
+    def _named_parameters(self) -> Iterator[torch.Tensor]:
+        return (x for x, _, _ in self._names.values())
 
     def _end_step(self) -> None:
         """Begin the next step. Optimizers that step one after another belong to one step."""

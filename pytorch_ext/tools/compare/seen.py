@@ -1,12 +1,13 @@
 """What a recording keeps: tensors with their names, and a part's place in the whole tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import EllipsisType
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.shard import shard_of
@@ -84,6 +85,38 @@ def place_of(x: torch.Tensor) -> Place | None:
     if shard is not None:
         return {dim: list(cut.stretches[shard.communicator.rank]) for dim, cut in shard.cuts}
     if isinstance(x, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-        return {dim: [(start, start + size)] for dim, (start, size) in enumerate(zip(offset, shape, strict=True))}
+        return {dim: _stretches(x, dim) for dim in range(x.dim())}
     return None
+
+
+def flat_parts(
+    x: torch.Tensor, parameters: Iterable[torch.Tensor]
+) -> list[tuple[torch.Tensor, slice | EllipsisType, Place | None]]:
+    """Return the parameters of which `x` holds a part: each with the part of `x`, and its place in the parameter.
+
+    That is `x` itself, but for the flat tensors that DeepSpeed's ZeRO steps instead of the parameters.
+    """
+    found: list[tuple[torch.Tensor, slice | EllipsisType, Place | None]] = []
+    for parameter in parameters:
+        piece = getattr(parameter, "_hp_mapping", None)
+        if piece is not None and piece.hp_fragment.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            here, there = piece.hp_fragment_address, piece.lp_fragment_address
+            place: Place = {"flat": [(there.start, there.start + there.numel)]}
+            found.append((parameter, slice(here.start, here.start + here.numel), place))
+    return found or [(x, ..., place_of(x))]
+
+
+def _stretches(x: DTensor, dim: int) -> list[tuple[int, int]]:
+    """Return the stretches of a dimension that this rank has.
+
+    The placements cut the numbers of the elements as they cut the tensor: a strided one leaves several stretches, of
+    the projections that are fused in one weight, say.
+    """
+    numbers = torch.arange(x.size(dim)).view([-1 if d == dim else 1 for d in range(x.dim())])
+    for of_mesh, place in enumerate(x.placements):
+        if getattr(place, "dim", None) == dim:
+            parts, _ = place._split_tensor(numbers, x.device_mesh.size(of_mesh), with_padding=False)  # type: ignore
+            numbers = parts[x.device_mesh.get_local_rank(of_mesh)]
+    found: list[int] = numbers.flatten().tolist()
+    bounds = [0, *(at for at in range(1, len(found)) if found[at] != found[at - 1] + 1), len(found)]
+    return [(found[a], found[b - 1] + 1) for a, b in pairwise(bounds) if a < b]
