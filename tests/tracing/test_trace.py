@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import parallel_programs as programs
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 import weft
 from weft.cli import main
 from weft.testing.ranks import run_ranks
+from weft.tools.tracing import trace_recorder
 from weft.tools.tracing.rank_trace import (
     GroupTrace,
     RankTrace,
@@ -217,7 +220,68 @@ def one_process(path, **options):
 def test_only_the_steps_that_are_asked_for(tmp_path):
     rank = one_process(tmp_path / "run.json", steps=(2, 3))
     assert len(rank.of_kind("forward")) == 2 and len(rank.of_kind("step")) == 2
-    assert len(one_process(tmp_path / "run.json").of_kind("data")) == 7  # the last finds no batch
+    assert len(one_process(tmp_path / "run.json").of_kind("data")) == 8  # the first is iter(), the last finds no batch
+
+
+def test_a_step_behind_steps_that_are_left_out_begins_where_it_is_recorded_again(tmp_path):
+    rank = one_process(tmp_path / "run.json", steps=(0, 4))
+    _, (begin, _) = rank.steps()
+    assert begin > rank.of_kind("step")[0].end
+    assert [span.begin >= begin for span in rank.of_kind("forward")] == [False, True]
+
+
+def test_a_step_whose_optimizer_calls_the_model_is_a_step(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        loss = model(torch.ones(3, 4)).sum()
+        loss.backward()
+        return loss
+
+    with weft.trace(tmp_path / "run.json"):
+        for _ in range(3):
+            optimizer.step(closure)
+    assert len(load_trace(tmp_path / "run.json")[0].steps()) == 3
+
+
+def test_the_module_around_several_is_searched_once(tmp_path, monkeypatch):
+    searches = []
+    monkeypatch.setattr(trace_recorder, "holder_of", lambda models: searches.append(len(models)))
+    models = nn.Linear(4, 2), nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with weft.trace(tmp_path / "run.json"):
+        for _ in range(3):
+            loss = nn.MSELoss()
+            loss(models[1](models[0](torch.ones(3, 4))), torch.ones(3, 2)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert searches == [2]
+
+
+def test_tensors_are_as_they_were(tmp_path):
+    """Neither a leaf that lives on nor an output has an attribute or a hook more; both are followed in a next trace."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        for path in (tmp_path / "first.json", tmp_path / "second.json"):
+            with weft.trace(path):
+                out = model(x)
+                out.sum().backward()
+            assert vars(x) == vars(out) == {} and not x._backward_hooks
+            assert {"0", "1"} <= {span.name for span in load_trace(path)[0].of_kind("backward")}
+
+
+def test_modules_of_steps_that_are_left_out_are_not_kept(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with weft.trace(tmp_path / "run.json", steps=(0,)):
+        for _ in range(3):
+            loss = nn.MSELoss()
+            loss(model(torch.ones(3, 4)), torch.ones(3, 2)).backward()
+            optimizer.step()
+        left = weakref.ref(loss)
+        del loss
+        assert left() is None
 
 
 def test_torch_is_as_it_was(tmp_path):
@@ -318,6 +382,84 @@ def test_ranks_that_left_no_part_are_named(tmp_path, of_ddp, capfd):
     (tmp_path / "run.json.rank0.part").write_text(json.dumps(parts[0]))
     assert main(["trace", str(tmp_path / "run.json")]) == 0
     assert "without ranks 1, which left no part" in capfd.readouterr().out
+
+
+def sums_behind_the_steps(rank, path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with weft.trace(path, steps=(1,)):
+        for _ in range(4):
+            model(torch.ones(3, 4)).sum().backward()
+            torch.distributed.all_reduce(model.weight.grad)
+            optimizer.step()
+
+
+def test_collectives_of_other_steps_are_left_out(tmp_path):
+    run_ranks(sums_behind_the_steps, 2, tmp_path / "run.json", timeout_s=100)
+    for rank in load_trace(tmp_path / "run.json"):
+        assert [len(group.collectives) for group in rank.groups] == [1]
+
+
+PROCESSES = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+model = nn.Linear(4, 2)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):  # a worker that calls a module
+        with torch.no_grad():
+            return model(torch.ones(4))
+
+
+def rank(number, method, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1, multiprocessing_context=method):
+        ddp(batch).sum().backward()
+        optimizer.step()
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    ddp(batch).sum().backward()
+    os.chdir("/")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    method, store = sys.argv[1:]
+    model(torch.ones(4))  # before it starts ranks
+    ranks = [mp.get_context(method).Process(target=rank, args=(number, method, store)) for number in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+        assert each.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_the_processes_that_write_parts_are_the_ranks(method, tmp_path):
+    """Not the process that starts them, nor data workers; beside the file's name as it was when the program began."""
+    script, path = tmp_path / "train.py", tmp_path / "run.json"
+    script.write_text(PROCESSES)
+    tracing = {"WEFT_TRACE": "run.json", "WEFT_AS_GLOO": "1"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | tracing
+    command = [sys.executable, str(script), method, str(tmp_path / "store")]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, timeout=100, capture_output=True, text=True)
+    assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
+    ranks = load_trace(path)
+    assert [(rank.rank, rank.world, len(rank.of_kind("step"))) for rank in ranks] == [(0, 2, 3), (1, 2, 3)]
+    assert all(rank.of_kind("forward")[-1].begin > rank.of_kind("step")[-1].end for rank in ranks)
+    assert list(tmp_path.glob("run.json*")) == [path]
 
 
 # By hand

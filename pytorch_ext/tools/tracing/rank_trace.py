@@ -88,6 +88,7 @@ class RankTrace:
         backward_ends: times at which a backward had its gradients.
         memory: times, and the bytes that `memory_of` took.
         profiled: events of torch.profiler: name, begin, end, track.
+        begins: times at which recording began again, behind steps that were left out.
     """
 
     rank: int
@@ -100,6 +101,7 @@ class RankTrace:
     memory: list[tuple[int, int]]
     memory_of: str
     profiled: list[tuple[str, int, int, str]] = field(repr=False)
+    begins: list[int] = field(default_factory=list)
 
     def of_kind(self, *kinds: str) -> list[Span]:
         return [span for span in self.spans if span.kind in kinds]
@@ -112,11 +114,15 @@ class RankTrace:
         forwards = sorted(span.begin for span in self.spans if span.kind == "forward")
         ends: list[int] = []
         for span in sorted(self.of_kind("step"), key=lambda span: span.end):
-            if ends and bisect.bisect_left(forwards, ends[-1]) == bisect.bisect_left(forwards, span.begin):
+            if ends and bisect.bisect_left(forwards, ends[-1]) == bisect.bisect_left(forwards, span.end):
                 ends.pop()  # no forward between them
             ends.append(span.end)
         first = min((span.begin for span in self.spans), default=0)
-        return list(zip([first, *ends], ends, strict=False))
+        begins = [first, *self.begins]
+        return [
+            (max(before, begins[bisect.bisect_right(begins, end) - 1]), end)
+            for before, end in zip([first, *ends], ends, strict=False)
+        ]
 
 
 # Clocks
@@ -174,6 +180,7 @@ def _rank_trace(part: dict[str, Any], offset: int) -> RankTrace:
         [(time + offset, size) for time, size in part["memory"]],
         part["memory_of"],
         [(name, *(t - part["wall"] + offset for t in times), track) for name, *times, track in part["profiled"]],
+        [time + offset for time in part["begins"]],
     )
 
 

@@ -18,7 +18,7 @@ def write_part(path: Path, part: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(f"{path}{_PART.format(part['rank'])}").write_text(json.dumps(part))
+        _write(f"{path}{_PART.format(part['rank'])}", part)
         parts = [found for found in _parts(path) if _of_one_run(found, part)]
         if len(parts) == part["world"]:
             merge(path, parts)
@@ -31,10 +31,14 @@ def merge(path: Path, parts: Sequence[dict[str, Any]]) -> None:
     """Write the file of these parts, for ui.perfetto.dev and for the report."""
     ranks = on_one_clock(parts)
     content = {"traceEvents": events(ranks), "displayTimeUnit": "ms", "weft": {"parts": list(parts)}}
+    _write(path, content)
+
+
+def _write(path: str | Path, content: dict[str, Any]) -> None:
     temporary = f"{path}.{os.getpid()}"
     with open(temporary, "w") as file:
         json.dump(content, file, separators=(",", ":"))
-    os.replace(temporary, path)
+    os.replace(temporary, path)  # whole or not at all
 
 
 def load_trace(path: Path) -> list[RankTrace]:

@@ -5,6 +5,7 @@ groups. A program that asks for gloo's groups gets those with WEFT_AS_GLOO=1 (`w
 """
 
 import atexit
+import multiprocessing
 import multiprocessing.util
 import os
 import re
@@ -27,6 +28,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import profiler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import weft.clip_grad
 from weft.comm.backend import WeftProcessGroup
@@ -45,7 +47,6 @@ _MEMORY_EVERY_NS = 1_000_000
 _SHORTEST_WAIT_NS = 2_000
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _now = time.monotonic_ns
-_MARK = "_weft_trace"
 _STAGE_KINDS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 
 _traced = False  # this process
@@ -60,11 +61,12 @@ class TraceRecorder:
     """
 
     def __init__(self, path: Path, steps: Sequence[int] | None):
-        self.path, self.steps, self.step = path, None if steps is None else set(steps), 0
+        self.path, self.steps, self.step = path.absolute(), None if steps is None else set(steps), 0
         self.on = self.steps is None or 0 in self.steps
         self._roots: list[nn.Module] = []
         self._called = CalledModules(self._roots)
         self._holder: nn.Module | None = None
+        self._searched = 0  # models in it that were known when it was searched for
         # Of modules: the module's number, the calling one's, again, begin, end, marks of its outputs and of its inputs.
         self._calls: list[tuple] = []
         self._marks: list[int] = []  # times
@@ -72,18 +74,23 @@ class TraceRecorder:
         self._modules: list[nn.Module] = []
         self._running = threading.local()
         self._spans: list[tuple[str, str, int, int]] = []  # kind, name, begin, end
+        self._begins: list[int] = []  # when recording began again
         self._backward_ends: list[int] = []  # when the gradients of a backward were there, before its callbacks
         self._memory: list[tuple[int, int]] = []
         self._sampled = 0
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._marks_of_leaves = WeakTensorKeyDictionary()
         self._on_cuda = False
         self._task = -1
         self._stepped = False
+        self._step_began = 0
         self._groups: dict[Any, dict[str, Any]] = {}  # engine to what is known of its group
         self._profiled: list[tuple] = []
         self._changes = Changes()
         self._saved = False
         self._began = time.time_ns()
+        self._process = os.getpid()
+        self._in_group = False
         self._rank = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     # Hooks
@@ -104,6 +111,7 @@ class TraceRecorder:
         for home in (nn.utils, nn.utils.clip_grad, weft, weft.clip_grad):
             self._spanned(home, "clip_grad_norm_", "optimizer", "clip_grad_norm_")
         self._spanned(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", "data", "next batch")
+        self._spanned(torch.utils.data.DataLoader, "__iter__", "data", "workers")
         for schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
             self._spanned(schedule, "step", "schedule", schedule.__name__)
         for name, kind in _STAGE_KINDS.items():
@@ -120,14 +128,16 @@ class TraceRecorder:
             self._record_group(group, dist.get_process_group_ranks(group))
 
     def stop(self) -> None:
+        self.leave()
+        for facts in self._groups.values():
+            _take_calls(facts)
+
+    def leave(self) -> None:
+        """Let go of torch, as a process does that is no rank."""
         global _traced
         _traced = False
+        self._saved = True
         self._changes.undo()
-        for facts in self._groups.values():
-            if "kept" in facts:
-                here = facts["group"].group_here
-                facts["calls"], facts["messages"] = here.last_calls(), here.last_messages()
-                here.record_calls(facts.pop("kept"))
         os.close(self._statm)
 
     def _spanned(self, home: Any, name: str, kind: str, label: str) -> None:
@@ -184,12 +194,18 @@ class TraceRecorder:
             return
         if self._stepped and not stack:
             self.step, self._stepped = self.step + 1, False
-            self.on = self.steps is None or self.step in self.steps
+            self._turn(self.steps is None or self.step in self.steps)
         if dist.is_initialized() and not stack:
-            self._rank = dist.get_rank(), dist.get_world_size()
-        if self._called.is_root(module) and self._called.enter_root(module):
-            self._holder = None
+            self._rank, self._in_group = (dist.get_rank(), dist.get_world_size()), True
+        if self.on and self._called.is_root(module) and self._called.enter_root(module):
             self._on_cuda = any(x.is_cuda for x in module.parameters())
+
+    def _turn(self, on: bool) -> None:
+        for facts in self._groups.values() if on != self.on else ():
+            (_keep_calls if on else _take_calls)(facts)
+        if on and not self.on:
+            self._begins.append(_now())
+        self.on = on
 
     def _number_of(self, module: nn.Module) -> int:
         number = self._numbers.get(id(module))
@@ -221,13 +237,18 @@ class TraceRecorder:
         return found
 
     def _mark_of(self, x: torch.Tensor) -> int:
-        mark = x.__dict__.get(_MARK)
+        # Not an attribute of x, which would be saved with it and be there in the next trace.
+        node: Any = x.grad_fn
+        known: Any
+        known, key = (self._marks_of_leaves, x) if node is None else (node.metadata, self)
+        mark = known.get(key)
         if mark is None:
-            mark = x.__dict__[_MARK] = len(self._marks)
+            mark = known[key] = len(self._marks)
             self._marks.append(0)
-            node = x.grad_fn
-            hooked = x.register_hook if node is None else node.register_prehook  # the second takes less time
-            hooked(partial(self._came, mark))
+            if node is None:
+                self._changes.at_end(x.register_hook(partial(self._came, mark)).remove)
+            else:
+                node.register_prehook(partial(self._came, mark))
         return mark
 
     def _came(self, mark: int, _: Any) -> None:
@@ -255,8 +276,9 @@ class TraceRecorder:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.on:
             self._spans.append(("step", type(optimizer).__name__, self._step_began, _now()))
-        if not self._stepped and self._holder is None and len(models := outermost(self._roots)) > 1:
-            self._holder = holder_of(models)
+        if self.on and not self._stepped and len(models := outermost(self._roots)) != self._searched:
+            self._searched = len(models)
+            self._holder = holder_of(models) if len(models) > 1 else None  # takes 0.1 s
         self._stepped = True
 
     def _acting(self, kind: str, act: Callable) -> Callable:
@@ -309,15 +331,16 @@ class TraceRecorder:
         again = sum(facts["group"].group_name == group.group_name for facts in self._groups.values())
         key = f"{group.group_name}.{again}"  # a group that is made again gets the name of the one before
         facts = self._groups[engine] = {"group": group, "key": key, "ranks": ranks, "calls": [], "messages": []}
-        if group.group_here is not None:
-            facts["kept"] = group.group_here.record_calls(_KEPT)
+        self._in_group = True
+        if self.on:
+            _keep_calls(facts)
 
     def _executing(self, execute: Callable) -> Callable:
         def executing(engine, text, body):
             begin = _now()
             execute(engine, text, body)
             beside = begin if threading.current_thread() is not threading.main_thread() else 0
-            if engine in self._groups:
+            if self.on and engine in self._groups:
                 calls = self._groups[engine]["calls"]
                 calls.append((engine._calls, text, "", 0, beside, begin, 0, _now()))
 
@@ -344,11 +367,10 @@ class TraceRecorder:
 
     def save(self) -> None:
         """Write this rank's part; the last rank to do so writes the file of all."""
-        if self._saved:
+        if self._saved or self._process != os.getpid():
             return
-        self._saved = True
         self.stop()
-        if not self._calls and not self._groups:  # the process only starts ranks
+        if not self._is_rank():
             return
         names = names_of(self._roots, self._holder)
         rank, world = self._rank
@@ -363,6 +385,7 @@ class TraceRecorder:
             "modules": [[names.get(id(module), ""), type(module).__name__] for module in self._modules],
             "calls": [self._facts_of(call) for call in self._calls],
             "spans": self._spans,
+            "begins": self._begins,
             "backward_ends": self._backward_ends,
             "groups": [_group_facts(facts) for facts in self._groups.values()],
             "memory": self._memory,
@@ -370,6 +393,27 @@ class TraceRecorder:
             "profiled": self._profiled,
         }
         write_part(self.path, part)
+
+    def _is_rank(self) -> bool:
+        if self._in_group:
+            return True
+        if not self._calls or multiprocessing.parent_process() is not None:  # a data worker, or it only starts ranks
+            return False
+        return not self.path.exists() or self.path.stat().st_mtime_ns < self._began  # else of ranks that it started
+
+
+def _keep_calls(facts: dict[str, Any]) -> None:
+    here = facts["group"].group_here
+    if here is not None:
+        facts["kept"] = here.record_calls(_KEPT)
+
+
+def _take_calls(facts: dict[str, Any]) -> None:
+    if "kept" in facts:
+        here = facts["group"].group_here
+        facts["calls"] += here.last_calls()
+        facts["messages"] += here.last_messages()
+        here.record_calls(facts.pop("kept"))
 
 
 def _group_facts(facts: dict[str, Any]) -> dict[str, Any]:
@@ -423,3 +467,12 @@ def trace_by_environment() -> None:
     recorder.start()
     atexit.register(recorder.save)
     multiprocessing.util.Finalize(None, recorder.save, exitpriority=1)  # of a process that ends without atexit
+    multiprocessing.util.register_after_fork(recorder, _in_child)
+
+
+def _in_child(recorder: TraceRecorder) -> None:
+    """Trace a forked process by itself, unless a rank forked it, as it does data workers."""
+    if not recorder._saved:
+        recorder.leave()
+        if not dist.is_initialized():
+            trace_by_environment()
