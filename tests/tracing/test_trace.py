@@ -356,7 +356,7 @@ def command(tmp_path, *args):
 
 
 def test_the_command_runs_a_program_and_reports(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("PYTHONPATH", str(Path(programs.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(programs.__file__).parent), prepend=os.pathsep)
     path, page = tmp_path / "run.json", tmp_path / "report.html"
     assert main(["trace", str(path), "--run", command(tmp_path), "--html", str(page)]) == 0
     out = capfd.readouterr().out

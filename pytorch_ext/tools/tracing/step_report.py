@@ -153,11 +153,12 @@ class StepReport:
             ms, number = sum(took for _, took in calls) / share, len(calls) / share
             mean = sum(moved for moved, _ in calls) / len(calls)
             expected = sum(self._expected_ms(operation, moved, size) for moved, _ in calls) / share
+            calls_of = "call of" if number == 1 else "calls of"
             change = "start it earlier" if beside else "let it run beside computation"
             yield Advice(
                 ms,
-                f'{operation} on group "{name}" stops the ranks for {ms:.3g} ms ({number:.3g} '
-                f"call{'' if number == 1 else 's'} of {mean / 1e6:.3g} MB on average; the planner expects {expected:.3g} ms with {self.hardware.name}): "
+                f'{operation} on group "{name}" stops the ranks for {ms:.3g} ms ({number:.3g} {calls_of} '
+                f"{mean / 1e6:.3g} MB on average; the planner expects {expected:.3g} ms with {self.hardware.name}): "
                 f"{change}{'' if mean > _LARGE else ', or join the calls'}",
             )
 
