@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -364,6 +365,37 @@ def test_the_command_runs_a_program_and_reports(tmp_path, monkeypatch, capfd):
     assert "<h1>2 ranks, a step of" in page.read_text() and "width:" in page.read_text()
     assert main(["trace", str(path), "--hardware", "h100"]) == 0
     assert "2 ranks, a step of" in capfd.readouterr().out
+
+
+INTERRUPTS = """
+import os, signal
+import torch
+
+torch.nn.Linear(4, 2)(torch.ones(3, 4))
+os.kill(os.getppid(), signal.SIGINT)
+print(torch.ones(1000, 1000).matmul(torch.ones(1000, 1000))[0, 0])
+"""
+
+
+def test_an_interrupted_command_reports(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTS)
+    command = [sys.executable, "-m", "weft", "trace", str(tmp_path / "run.json"), "--run", f"{sys.executable} {script}"]
+    ran = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert ran.returncode == 0 and "1 rank, a step of" in ran.stdout, ran
+
+
+def test_a_rank_that_is_interrupted_while_it_writes_writes(tmp_path, monkeypatch):
+    write = trace_recorder.write_part
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        write(*args)
+
+    monkeypatch.setattr(trace_recorder, "write_part", interrupted)
+    with pytest.raises(KeyboardInterrupt), weft.trace(tmp_path / "run.json"):
+        nn.Linear(4, 2)(torch.ones(3, 4))
+    assert len(load_trace(tmp_path / "run.json")) == 1
 
 
 def test_errors_of_the_command(tmp_path, monkeypatch, capfd):

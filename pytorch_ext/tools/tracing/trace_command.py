@@ -13,6 +13,14 @@ from weft.tools.tracing.step_report import StepReport
 from weft.tools.tracing.trace_file import load_trace, parts_of
 
 
+def _status_of(command: list[str], environment: dict[str, str]) -> int:
+    with subprocess.Popen(command, env=environment) as program:
+        try:
+            return program.wait()
+        except KeyboardInterrupt:  # the terminal interrupts the program too: its ranks write what they have
+            return program.wait()
+
+
 def run(options: argparse.Namespace) -> int:
     if not re.fullmatch(r"\d+(-\d+)?", options.steps):
         print("weft trace: --steps must be like 0-9 or 5", file=sys.stderr)
@@ -22,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
         for old in (path, *parts_of(path)):
             old.unlink(missing_ok=True)
         environment = {"WEFT_AS_GLOO": "1", **os.environ, "WEFT_TRACE": str(path), "WEFT_TRACE_STEPS": options.steps}
-        status = subprocess.run(shlex.split(options.run), env=environment, check=False).returncode
+        status = _status_of(shlex.split(options.run), environment)
         if status:
             print(f"weft trace: {options.run!r} ended with status {status}", file=sys.stderr)
     try:

@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -392,7 +393,8 @@ class TraceRecorder:
             "memory_of": "CUDA tensors" if self._on_cuda else "process",
             "profiled": self._profiled,
         }
-        write_part(self.path, part)
+        with _without_interrupts():
+            write_part(self.path, part)
 
     def _is_rank(self) -> bool:
         if self._in_group:
@@ -400,6 +402,22 @@ class TraceRecorder:
         if not self._calls or multiprocessing.parent_process() is not None:  # a data worker, or it only starts ranks
             return False
         return not self.path.exists() or self.path.stat().st_mtime_ns < self._began  # else of ranks that it started
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back: a launcher sends them to ranks that end already."""
+    came: list[int] = []
+    here = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for again in came:
+            signal.raise_signal(again)
 
 
 def _keep_calls(facts: dict[str, Any]) -> None:
