@@ -494,6 +494,15 @@ def test_the_processes_that_write_parts_are_the_ranks(method, tmp_path):
     assert list(tmp_path.glob("run.json*")) == [path]
 
 
+def test_a_program_that_called_no_module_has_no_report(tmp_path, of_ddp, capfd):
+    parts = json.loads(of_ddp[0].read_text())["weft"]["parts"]
+    for part in parts:
+        empty = part | {"calls": [], "spans": []}
+        (tmp_path / f"run.json.rank{part['rank']}.part").write_text(json.dumps(empty))
+    assert main(["trace", str(tmp_path / "run.json")]) == 2
+    assert "run.json has no calls of modules" in capfd.readouterr().err
+
+
 # By hand
 
 START = {0: 0, 1: 0}

@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"weft trace: {options.run!r} ended with status {status}", file=sys.stderr)
     try:
         ranks = load_trace(path)
+        if not any(rank.spans for rank in ranks):
+            raise ValueError(f"{path} has no calls of modules: the program ended before, or called none in these steps")
         report = StepReport(ranks, None if options.hardware is None else Hardware.of(options.hardware))
     except (FileNotFoundError, ValueError) as error:
         print(f"weft trace: {error}", file=sys.stderr)
