@@ -196,6 +196,8 @@ class TraceRecorder:
         if self._stepped and not stack:
             self.step, self._stepped = self.step + 1, False
             self._turn(self.steps is None or self.step in self.steps)
+            if self.steps and self.step > max(self.steps):
+                self.save()  # now, since a long program may be killed
         if dist.is_initialized() and not stack:
             self._rank, self._in_group = (dist.get_rank(), dist.get_world_size()), True
         if self.on and self._called.is_root(module) and self._called.enter_root(module):
