@@ -23,7 +23,7 @@ export PYTHONSAFEPATH := 1
 # Bytecode is kept whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-all sanitize mutants soak lint gate tables docs wheel wheel-check gpu gpu-kit gpu-rehearsal clean
+.PHONY: demo check test test-all sanitize mutants soak lint gate tables compared docs wheel wheel-check gpu gpu-kit gpu-rehearsal clean
 
 demo: $(if $(wildcard $(VENV)/built),$(VENV)/built,$(VENV)/trains)
 	$(BIN)/python examples/demo.py $(if $(ALL),--all)
@@ -72,6 +72,17 @@ $(PTXAS):
 # The measured tables of README.md and docs/, from the results that are committed.
 tables: $(VENV)/built
 	$(BIN)/python -m weft.bench.tables .
+
+# Other libraries' parallel training beside one process, and docs/compared.md from the results: an hour.
+compared: $(VENV)/built build/deepspeed/deepspeed
+	rm -f bench/results/compared.json
+	PYTHONPATH=tests/helpers $(BIN)/python tests/helpers/compared_libraries.py --json bench/results/compared.json
+	$(BIN)/python -m weft.bench.tables .
+
+# Without its dependencies, which requirements-dev.txt has but for these four, and without its operators in CUDA.
+build/deepspeed/deepspeed:
+	DS_BUILD_OPS=0 $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation --no-deps \
+	  --target build/deepspeed deepspeed==0.19.8 py-cpuinfo==9.0.0 hjson==3.1.0 msgpack==1.2.4 einops==0.8.2
 
 # The site: build/site/index.html opens without a network.
 docs: $(VENV)/built

@@ -298,6 +298,48 @@ def _pipelines_of_families(rows: list[Row]) -> list[list[str]]:
     return found
 
 
+def _compared(rows: list[Row]) -> list[list[str]]:
+    found = [["trained by", "families", "agree", "part", "raise"]]
+    for way, of_way in _by(rows, lambda row: row["way"]).items():
+        counts = [len([row for row in of_way if _kind_of(row) == kind]) for kind in ("agree", "part", "raise")]
+        found.append([way, str(len(of_way)), *map(str, counts)])
+    return found
+
+
+def _parted(rows: list[Row]) -> list[list[str]]:
+    found = [["trained by", "", "families"]]
+    wrong = [row for row in rows if row["way"] and _kind_of(row) != "agree"]
+    for (way, gist), alike in _by(wrong, lambda row: (row["way"], _gist(row))).items():
+        found.append([way, gist.replace("|", "/"), ", ".join(row["family"] for row in alike)])
+    return found
+
+
+def _by(rows: list[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        if row["way"]:
+            found.setdefault(key(row), []).append(row)
+    return found
+
+
+def _kind_of(row: Row) -> str:
+    if "raises" in row:
+        return "raise"
+    return "part" if row["findings"] or row["norm"] or row["evaluation"] or row["file"] else "agree"
+
+
+def _gist(row: Row) -> str:
+    """Return where a row parts and what its first difference looks like, without numbers of layers."""
+    if "raises" in row:
+        return f"raises {row['raises'][:160]}"
+    if row["findings"]:
+        what, _, looks = row["findings"][0][1].partition(": ")[2].partition(" differs by ")
+        looks = looks.partition(": ")[2]
+        return re.sub(r"\.\d+\b", ".*", what) + (looks and f": {looks}")
+    name = next(name for name in ("norm", "evaluation", "file") if row[name])
+    return f"{name}: {row[name]}"
+
+
 def _generate(rows: list[Row]) -> list[list[str]]:
     names = ("weft", "gloo", "transformers over gloo", "one process")
     rates = rows[-1]["tokens_per_second"]
@@ -355,6 +397,8 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "lora": (f"{_CPU}/lora", _lora),
     "experts": (f"{_CPU}/experts", _experts),
     "families": ("families", _families),
+    "compared": ("compared", _compared),
+    "parted": ("compared", _parted),
     "pipelines of families": ("pipelines_of_families", _pipelines_of_families),
 }
 

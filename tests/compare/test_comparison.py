@@ -302,3 +302,28 @@ def test_gradients_without_names_are_not_missing():
     whole = seen({"input": x, "output": x, "gradient": x})
     run = [*whole[:2], whole[2]._replace(key=whole[2].key._replace(module=""))]
     assert compare_recordings(whole, [], whole, [run], {}).ok
+
+
+def test_bounds_that_each_rank_counts_from_its_first_are_right():
+    x, bounds = torch.randn(4, 3), torch.tensor([0, 16, 32, 48, 64])
+    whole = seen({"input": x, "output": bounds})
+    ranks = [seen({"input": part, "output": bounds[:3]}) for part in x.chunk(2)]
+    assert compare_recordings(whole, [], whole, ranks, {}).ok
+    ranks = [seen({"input": part, "output": bounds[:2]}) for part in x.chunk(2)]
+    assert "no rank has 2 to 4" in str(compare_recordings(whole, [], whole, ranks, {}))
+
+
+def test_calls_that_ranks_share_out_are_not_taken_for_one_another():
+    x, calls = torch.randn(4, 3), torch.randn(4, 2, 3)
+    runs = [
+        [*seen({"input": x}), *(Seen(Key(0, "output", "act", 0, n, 0), calls[number]) for n, number in enumerate(own))]
+        for own in (range(4), (0, 1), (2, 3), (1, 0, 2, 3))
+    ]
+    assert compare_recordings(runs[0], [], runs[0], runs[1:3], {}).ok
+    assert not compare_recordings(runs[0], [], runs[0], [runs[3]] * 2, {}).ok
+
+
+def test_roundings_that_have_nothing_in_common_differ_by_as_much_as_the_reference_s_two_runs():
+    x, noise = torch.randn(4, 3), torch.eye(4) * 1e-10
+    runs = [seen({"input": x, "gradient of output": row.view(2, 2)}) for row in noise]
+    assert compare_recordings(runs[0], [], runs[1], runs[2:], {}).ok

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from weft.tools.explanation.explain_command import share_of_plan
 
 WORLD = 2
 WIDTH, HEADS, HEAD_SIZE, LAYERS, VOCABULARY, IMAGE, PATCH = 64, 4, 16, 2, 256, 16, 4
-MICROBATCHES = 4
+MICROBATCHES, EXPERTS = 4, 4
 _GROUPS = -1  # of query heads with the same keys and values
 _MOST_PARAMETERS = 30_000_000
 _LARGE = 0.02  # the share of the parameters from which layers that stay whole have a reason
@@ -65,7 +65,7 @@ _RULES: list[tuple[str, int | None]] = [
     (r"^coordinate_size$", 12),  # four of these and two of the next are the features
     (r"^shape_size$", 8),
     (r"experts_per_tok|top_?k|num_selected|moe_k$", 2),
-    (r"experts?(_num)?$", 4),
+    (r"experts?(_num)?$", EXPERTS),
     (r"(^|_)(n_|num_)?\w*layers?$|^depth$|num_\w*blocks$", LAYERS),
     (r"intermediate|ffn|d_ff|inner|mlp_dim|feed_?forward|linear_units", 2 * WIDTH),
     (r"lora_rank|low_rank", WIDTH // 2),
@@ -373,7 +373,7 @@ def row_of(family: str, checked: bool, pipeline: bool = False) -> dict[str, Any]
     try:
         model, named = small_model(family, 2 * MICROBATCHES if pipeline else 3)
     except Exception as error:
-        return row | {"not built": _line(error)}
+        return row | {"not built": line(error)}
     row |= {"model": type(model).__name__, "parameters": _count(model)}
     if pipeline:
         return row | _row_of_pipeline(model, named)
@@ -397,7 +397,7 @@ def _compared(comparison, model: nn.Module, *arguments) -> dict[str, Any]:
     try:
         results = run_ranks(comparison, WORLD, model, *arguments, timeout_s=120)
     except RanksFailedError as error:
-        return row | {"failed": _line(error)}
+        return row | {"failed": line(error)}
     row["share"] = max(share for share, *_ in results)
     row["error"], row["of"] = max((error, of) for _, error, of in results)
     return row
@@ -426,12 +426,21 @@ def _whole(model: nn.Module, found: AutomaticPlan) -> dict[str, float]:
     return {why: round(held, 3) for why, held in sorted(shares.items(), key=lambda item: -item[1]) if held >= _LARGE}
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def row_in_a_process(family: str, checked: bool, timeout_s: float, pipeline: bool = False) -> dict[str, Any]:
-    """Return the row of a family from a process of its own, so that a model may hang, crash or take all memory."""
+    """Return the row of a family from a process of its own."""
+    return in_a_process({"family": family}, timeout_s, lambda: row_of(family, checked, pipeline))
+
+
+def in_a_process(of: dict[str, Any], timeout_s: float, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a row that is made in a process of its own, so that a model may hang, crash or take all memory.
+
+    Args:
+        of: what the row is of; the row is this and "failed" if there is no other.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -441,9 +450,9 @@ def row_in_a_process(family: str, checked: bool, timeout_s: float, pipeline: boo
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         try:
-            row = row_of(family, checked, pipeline)
+            row = make()
         except BaseException as error:
-            row = {"family": family, "failed": _line(error)}
+            row = of | {"failed": line(error)}
         with os.fdopen(writer, "w") as file:
             json.dump(row, file)
         os._exit(0)
@@ -454,7 +463,7 @@ def row_in_a_process(family: str, checked: bool, timeout_s: float, pipeline: boo
         text = file.read()
     timer.cancel()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"family": family, "failed": f"not done within {timeout_s:.0f} s"}
+    return json.loads(text) if text else of | {"failed": f"not done within {timeout_s:.0f} s"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

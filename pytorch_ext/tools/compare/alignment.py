@@ -158,4 +158,4 @@ def error_of(part: torch.Tensor, expected: torch.Tensor, trimmed: bool = False) 
 def _scale(part: torch.Tensor, expected: torch.Tensor) -> float:
     part, expected = part.double().flatten(), expected.double().flatten()
     size = expected.dot(expected).item()
-    return part.dot(expected).item() / size if size else 1.0
+    return (part.dot(expected).item() / size if size else 1.0) or 1.0  # 0 of two roundings that have nothing in common

@@ -1,7 +1,7 @@
 """What one rank of a run recorded, and the places of its parts in the reference's tensors."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class RankRecording:
                 name = name.replace(old, new)
             key = each.key._replace(module=name)
             self.seen[key] = each._replace(key=key)
+        self.calls = calls_of(self.seen)
         self.names = {key.module for key in self.seen}
         self.alignment = Alignment()
         self.places: dict[Any, tuple] = {}  # of each parameter, and of each module's last input
@@ -126,6 +127,15 @@ class RankRecording:
             self.places[key.module] = fit.indexes
             self.alignment.note(fit.indexes, whole.shape)
         return fit
+
+
+def calls_of(keys: Iterable[Key]) -> dict[tuple[int, str, int], int]:
+    """Return how often each module is called, by step, module and call of the model."""
+    found: dict[tuple[int, str, int], int] = defaultdict(int)
+    for key in keys:
+        if key.kind in FORWARD:
+            found[key.step, key.module, key.root] = max(found[key.step, key.module, key.root], key.call + 1)
+    return found
 
 
 def _indices(stretches: Sequence[tuple[int, int]] | None) -> torch.Tensor | None:

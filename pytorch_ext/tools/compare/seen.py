@@ -92,7 +92,7 @@ def place_of(x: torch.Tensor) -> Place | None:
 def flat_parts(
     x: torch.Tensor, parameters: Iterable[torch.Tensor]
 ) -> list[tuple[torch.Tensor, slice | EllipsisType, Place | None]]:
-    """Return the parameters of which `x` holds a part: each with the part of `x`, and its place in the parameter.
+    """Return the parameters in `x`: each with its part of `x`, and the place of that part in the parameter.
 
     That is `x` itself, but for the flat tensors that DeepSpeed's ZeRO steps instead of the parameters.
     """

@@ -1,0 +1,530 @@
+"""`python tests/helpers/compared_libraries.py`: other libraries' parallel training beside one process, by weft compare.
+
+Each row is a family of transformers, made small, and a way to train it on ranks as the library's documentation says.
+Both programs load one folder, train two steps of AdamW with clipped gradients, evaluate and save.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import families
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from weft.layer_lists import lists_in
+from weft.pipeline.cut import RECORDED
+from weft.pipeline.microbatches import microbatches_of
+from weft.tensor_parallel.auto.trace import tensors_in
+from weft.testing.ranks import try_ranks
+from weft.tools.compare.alignment import error_of
+from weft.tools.compare.comparison import FACTOR, LATER, OF_STEP, compare_recordings
+from weft.tools.compare.recorder import RunRecorder
+
+BATCH, RATE, NORM = 4, 1e-3, 1.0
+EPS = 1e-6  # of AdamW: a gradient that is nothing but rounding then makes no whole step
+FOLDER_OF_DEEPSPEED = Path("build/deepspeed")  # it may be somewhere else on the path
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
+
+
+@dataclass
+class Program:
+    """A model that trains, by the calls of one library.
+
+    Attributes:
+        save: write the whole model to a folder, on all ranks.
+        part: this rank's part of a batch.
+        norm: the gradients' norm, after the step, where `clip` does not return it.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    save: Callable[[Path], Any]
+    part: Callable[[dict], dict] = lambda call: call
+    backward: Callable[[torch.Tensor], Any] = lambda loss: loss.backward()
+    clip: Callable[[Any, float], Any] = nn.utils.clip_grad_norm_
+    norm: Callable[[], Any] | None = None
+
+
+class Task(NamedTuple):
+    """What is trained: the class and the folder of a small model, and a call for each step."""
+
+    kind: type
+    folder: Path
+    calls: list[dict[str, Any]]
+
+
+class Trained(NamedTuple):
+    """What a run leaves: its recording, the norm of each step and the loss of an evaluation."""
+
+    seen: list
+    edges: list
+    norms: list[float]
+    evaluation: float
+
+
+# The ways
+
+
+def plain(task: Task) -> Program:
+    model = task.kind.from_pretrained(task.folder)
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "state.pt")
+
+    return Program(model, _adamw(model), save)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS)
+
+
+def by_transformers(task: Task, *, shares_batch: bool = True, **sizes: int) -> Program:
+    """DistributedConfig of transformers."""
+    from transformers.distributed import DistributedConfig
+
+    model = task.kind.from_pretrained(task.folder, distributed_config=DistributedConfig(**sizes))
+    program = Program(model, _adamw(model), model.save_pretrained, clip=_clips_on_any_mesh())
+    if not shares_batch:
+        program.part = _part_of_rank
+    return program
+
+
+def _clips_on_any_mesh() -> Callable:
+    """Return accelerate's clip_grad_norm_: torch's takes no gradients of several meshes, or of none, at once."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).clip_grad_norm_
+
+
+def _part_of_rank(call: dict, rank: int | None = None, world: int | None = None) -> dict:
+    rank, world = rank if rank is not None else dist.get_rank(), world or dist.get_world_size()
+    return list(microbatches_of(((), call), None, world))[rank][1]
+
+
+def _start() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def by_ddp(task: Task) -> Program:
+    _start()
+    model = task.kind.from_pretrained(task.folder)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return Program(wrapped, _adamw(wrapped), lambda folder: _on_rank_0(model.save_pretrained, folder), _part_of_rank)
+
+
+def _on_rank_0(save: Callable, *args: Any) -> None:
+    if dist.get_rank() == 0:
+        save(*args)
+
+
+def by_fsdp2(task: Task, tp: int = 1) -> Program:
+    """fully_shard for each block and the whole; with tp, parallelize_module of a Llama before it."""
+    from torch.distributed.fsdp import fully_shard
+
+    _start()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    model = task.kind.from_pretrained(task.folder)
+    if tp > 1:
+        _split_llama(model, mesh["tp"])
+    for name in lists_in(model):
+        for block in model.get_submodule(name):
+            fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    of_rank = partial(_part_of_rank, rank=mesh.get_local_rank("dp"), world=mesh["dp"].size())
+    clip = nn.utils.clip_grad_norm_ if tp == 1 else _clips_on_any_mesh()
+    return Program(model, _adamw(model), partial(_save_full_state, model), of_rank, clip=clip)
+
+
+def _split_llama(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    column, row = (lambda names: dict.fromkeys(names, ColwiseParallel())), RowwiseParallel
+    for block in model.model.layers:
+        names = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+        parallelize_module(block, mesh, {**column(names), "self_attn.o_proj": row(), "mlp.down_proj": row()})
+    plan = {"model.embed_tokens": row(input_layouts=Replicate())}
+    parallelize_module(model, mesh, {**plan, "lm_head": ColwiseParallel(output_layouts=Replicate())})
+
+
+def _save_full_state(model: nn.Module, folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    _on_rank_0(torch.save, state, folder / "state.pt")
+
+
+def by_accelerate(task: Task, cp: int = 1) -> Program:
+    """FSDP2 by accelerate's plugin; with cp, the sequence is shared and labels are shifted before they are cut."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    config = ParallelismConfig(cp_size=cp) if cp > 1 else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+    model = task.kind.from_pretrained(task.folder)
+    model, optimizer = accelerator.prepare(model, _adamw(model))
+
+    def save(folder: Path) -> None:
+        state = accelerator.get_state_dict(model)
+        accelerator.unwrap_model(model).save_pretrained(
+            folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
+        )
+
+    return Program(model, optimizer, save, _part_of_rank, accelerator.backward, accelerator.clip_grad_norm_)
+
+
+def by_deepspeed(task: Task, stage: int = 0, tp: int = 1) -> Program:
+    """Automatic tensor parallelism is an entry of the configuration, as ZeRO is."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    model, copies = task.kind.from_pretrained(task.folder), dist.get_world_size() // tp
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"train_micro_batch_size_per_gpu": BATCH // copies, "gradient_clipping": NORM, "zero_optimization": zero}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    if tp > 1:
+        config["tensor_parallel"] = {"autotp_size": tp}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+    return Program(
+        engine,
+        engine,
+        engine.save_16bit_model if tp == 1 else partial(_save_split, engine),
+        partial(_part_of_rank, rank=dist.get_rank() // tp, world=copies),
+        engine.backward,
+        lambda *_: None,
+        engine.get_global_grad_norm,
+    )
+
+
+def _save_split(engine: Any, folder: Path) -> None:
+    """Save as accelerate does: save_16bit_model writes the part of rank 0."""
+    state = engine._consolidated_16bit_state_dict()
+    _on_rank_0(torch.save, state, folder / "state.pt")
+
+
+# A run
+
+
+def trained(program: Program, calls: Sequence[dict], folder: Path, reordered: bool = False) -> Trained:
+    recorder = RunRecorder(reordered=reordered)
+    recorder.start()
+    norms = []
+    try:
+        for call in calls:
+            program.optimizer.zero_grad()
+            program.model.train()
+            program.backward(loss_of(program.model, program.part(call)))
+            norm = program.clip(program.model.parameters(), NORM)
+            program.optimizer.step()
+            norm = program.norm() if program.norm else norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            norms.append(float("nan" if norm is None else norm))  # DeepSpeed without ZeRO says none
+    finally:
+        recorder.stop()
+    program.model.eval()
+    with torch.no_grad():
+        evaluation = loss_of(program.model, program.part(calls[0])).item()
+    folder.mkdir(parents=True, exist_ok=True)
+    program.save(folder)
+    return Trained(recorder.seen(), recorder.edges(), norms, evaluation)
+
+
+def loss_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
+    """Return the model's own loss, or of models without one a mean of all outputs with random weights."""
+    output = model(**call)
+    if "labels" in call:
+        return output.loss
+    generator = torch.Generator().manual_seed(2)
+    outputs = [x for x in tensors_in(output, 3) if x.requires_grad or not torch.is_grad_enabled()]
+    outputs = [x for x in outputs if x.is_floating_point() and x.dim() > 1]
+    return torch.stack([(x * torch.randn(x.shape[1:], generator=generator)).mean() for x in outputs]).sum()
+
+
+def _on_rank(rank: int, way: "Way", task: Task, folder: Path) -> Trained:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    torch.manual_seed(0)
+    return trained(way.make(task), task.calls, folder)
+
+
+def task_of(family: str, folder: Path) -> Task:
+    """Make a family's small model and write it.
+
+    Raises:
+        ValueError: no call of it is known.
+    """
+    model, named = families.small_model(family, BATCH)
+    if named is None:
+        raise ValueError("no guessed call runs")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.float().parameters():
+            if parameter.dim() == 1:  # zeros and ones would hide what is added twice or left out
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, table in model.named_buffers():
+            if name.endswith("tid2eid"):  # from tokens to experts: zeros before it is loaded
+                table.copy_((torch.arange(len(table))[:, None] + torch.arange(table.shape[1])) % families.EXPERTS)
+    model.save_pretrained(folder)
+    named = {
+        name: value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in named.items()
+        if name not in (*RECORDED, "output_hidden_states", "output_attentions")
+    }
+    calls = [_varied(named, step) for step in range(2)]
+    labelled = [{**call, "labels": call.get("decoder_input_ids", call.get("input_ids"))} for call in calls]
+    try:
+        if loss_of(type(model).from_pretrained(folder), labelled[0]).dim() == 0:
+            calls = labelled
+    except Exception:  # a model without labels, or with others: whatever it raises
+        pass
+    return Task(type(model), folder, calls)
+
+
+def _varied(named: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return a call with other tokens instead of those that stand for text, no two alike.
+
+    Each row of a tensor then has one place in the whole one, in a layer that sees single tokens too.
+    """
+    named, generator = dict(named), torch.Generator().manual_seed(step)
+    for name in ("input_ids", "decoder_input_ids"):
+        if (tokens := named.get(name)) is not None:
+            others = 10 + torch.randperm(families.VOCABULARY // 2 - 10, generator=generator)
+            others = others[torch.arange(tokens.numel()) % len(others)].view_as(tokens)
+            named[name] = torch.where((tokens >= 3) & (tokens < 7), others, tokens)
+    return named
+
+
+def _splits(task: Task) -> bool:
+    """Return whether the loss of a batch is the mean of its parts': not so with batch norm or a contrastive loss."""
+    model = task.kind.from_pretrained(task.folder).train()
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return False
+    try:
+        parts = [loss_of(model, _part_of_rank(task.calls[0], rank, 2)).item() for rank in range(2)]
+    except ValueError:  # arguments without a batch
+        return False
+    return math.isclose(sum(parts) / 2, loss_of(model, task.calls[0]).item(), rel_tol=1e-5)
+
+
+def rows_of(family: str, ways: Sequence["Way"]) -> dict[str, Any]:
+    """Return the rows of a family that has a small model and a call, and of the ways that take it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        try:
+            task = task_of(family, folder / "start")
+        except Exception as error:  # any family may fail to be built small
+            return {"rows": [{"way": "", "family": family, "not compared": families.line(error)}]}
+        splits = _splits(task)
+        takers = [way for way in ways if (splits or not way.splits) and way.takes(task)]
+        if not takers:
+            return {"rows": [{"way": "", "family": family, "not compared": "it has no plan"}]}
+        expected = trained(plain(task), task.calls, folder / "plain")
+        again = trained(plain(task), task.calls, folder / "reordered", reordered=True)
+        rows = [_row(way, task, expected, again) for way in takers]
+        return {"rows": [{"way": row.pop("way"), "family": family, **row} for row in rows]}
+
+
+def _row(way: "Way", task: Task, expected: Trained, again: Trained) -> dict[str, Any]:
+    row: dict[str, Any] = {"way": way.name, "model": task.kind.__name__}
+    folder = task.folder.parent
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(way.world), "LOCAL_WORLD_SIZE": str(way.world)}
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **dict(way.environment)}
+    options = {"backend": None, "environment": variables, "timeout_s": 120}
+    outcomes = try_ranks(_on_rank, way.world, way, task, folder / way.name, **options)
+    failed = [outcome for outcome in outcomes if outcome.error is not None or outcome.exit_code != 0]
+    if failed:
+        first = min(failed, key=lambda outcome: outcome.error is None)
+        return row | {"raises": families.line(first.error or RuntimeError(f"exit code {first.exit_code}"))}
+    ranks: list[Trained] = [outcome.value for outcome in outcomes]  # type: ignore[misc]
+    found = compare_recordings(expected.seen, expected.edges, again.seen, [rank.seen for rank in ranks], {})
+    row |= {"compared": found.compared, "unknown": list(found.unknown)[:8]}
+    row["findings"] = [[finding.module, str(finding)] for finding in found.findings]
+    row |= _numbers(expected, again, ranks)
+    names = ("start", "plain", "reordered", way.name)
+    return row | {"file": _file(*(tensors_of(folder / name) for name in names))}
+
+
+def _numbers(expected: Trained, again: Trained, ranks: Sequence[Trained]) -> dict[str, str]:
+    """Return how the norms and the evaluation loss differ, the loss as the mean of the ranks'; "" if by rounding."""
+    evaluations = [x.evaluation for x in (expected, again)], sum(rank.evaluation for rank in ranks) / len(ranks)
+    triples = [*zip(expected.norms, again.norms, ranks[0].norms, strict=True), (*evaluations[0], evaluations[1])]
+    texts = [
+        ""
+        if math.isnan(found) or abs(found - wanted) <= max(FACTOR * LATER * abs(other - wanted), 1e-5 * abs(wanted))
+        else f"{found:.6g}, not {wanted:.6g}"
+        for wanted, other, found in triples
+    ]
+    return {"norm": next(filter(None, texts[:-1]), ""), "evaluation": texts[-1]}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        found |= load_file(file)
+    for file in sorted(folder.rglob("*.pt")) + sorted(folder.rglob("*.bin")):
+        found |= torch.load(file)
+    return found
+
+
+def _file(start: dict, expected: dict, again: dict, found: dict) -> str:
+    """Return the first saved tensor that differs, and how; "" if none does."""
+    if not found:
+        return "nothing is saved"
+    for name, tensor in found.items():
+        if (wanted := expected.get(name)) is None or wanted.shape != tensor.shape:
+            return f"{name}: {tuple(tensor.shape)}, not {'there' if wanted is None else tuple(wanted.shape)}"
+        allowed = FACTOR * LATER * max(error_of(again[name], wanted, True), torch.finfo(torch.float32).eps)
+        allowed = max(allowed, OF_STEP * error_of(start[name], wanted) if name in start else 0.0)
+        if (error := error_of(tensor, wanted, True)) > allowed:
+            return f"{name} differs by {error:.1e}"
+    return ""
+
+
+# The table
+
+
+class Way(NamedTuple):
+    """A way to train on ranks.
+
+    Attributes:
+        families: those to run; None: all that have it.
+        splits: whether ranks have different parts of the batch.
+        takes: whether a model can be trained so, by what the library says of it.
+    """
+
+    name: str
+    make: Callable[[Task], Program]
+    families: Sequence[str] | None
+    world: int = 2
+    splits: bool = True
+    takes: Callable[[Task], bool] = lambda task: True
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def _has(plan: str, labels: bool = False) -> Callable[[Task], bool]:
+    def has(task: Task) -> bool:
+        return ("labels" in task.calls[0] or not labels) and bool(
+            getattr(task.kind.from_pretrained(task.folder), f"{plan}_plan")
+        )
+
+    return has
+
+
+FEW = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "mixtral"]
+FEW += ["t5", "bert", "vit"]
+_CPU = (("DS_ACCELERATOR", "cpu"),)
+WAYS = [
+    Way("transformers: tp", partial(by_transformers, tp_size=2), None, splits=False, takes=_has("tp")),
+    Way("transformers: ep", partial(by_transformers, tp_size=2, ep_size=2), None, splits=False, takes=_has("ep")),
+    Way(
+        "transformers: ep with fsdp",
+        partial(by_transformers, fsdp_size=2, ep_size=2, shares_batch=False),
+        None,
+        takes=_has("ep"),
+    ),
+    Way(
+        "transformers: fsdp",
+        partial(by_transformers, fsdp_size=2, shares_batch=False),
+        None,
+        takes=_has("fsdp", labels=True),
+    ),
+    Way("torch: DDP", by_ddp, FEW),
+    Way("torch: FSDP2", by_fsdp2, FEW),
+    Way("torch: FSDP2 with tp", partial(by_fsdp2, tp=2), ("llama", "mistral", "qwen2"), 4),
+    Way("accelerate: FSDP2", by_accelerate, FEW),
+    Way("accelerate: cp", partial(by_accelerate, cp=2), ("llama", "mistral", "qwen2"), splits=False),
+    *(Way(f"DeepSpeed: ZeRO {n}", partial(by_deepspeed, stage=n), FEW, environment=_CPU) for n in (1, 2, 3)),
+    Way("DeepSpeed: AutoTP", partial(by_deepspeed, tp=2), FEW, splits=False, environment=_CPU),
+    Way("DeepSpeed: AutoTP with ZeRO 1", partial(by_deepspeed, tp=2, stage=1), FEW, 4, environment=_CPU),
+]
+
+
+def with_plans() -> list[str]:
+    """Return the families with a plan for tensors or experts, of the whole model or a part, and FEW."""
+    import transformers
+
+    found = []
+    for family in families.families():
+        try:
+            config = transformers.CONFIG_MAPPING[family]()
+        except Exception:  # a configuration that must be given something
+            continue
+        plans = [
+            getattr(part, f"base_model_{plan}_plan", None)
+            for part in (config, *vars(config).values())
+            for plan in ("tp", "ep")
+        ]
+        if family in FEW or any(plans):
+            found.append(family)
+    return found
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Return "agrees", or what is wrong, in words."""
+    for name in ("not compared", "raises", "failed"):
+        if name in row:
+            return f"{name}: {row[name]}"
+    wrong = [text for _, text in row["findings"][:1]]
+    wrong += [f"{name} {row[name]}" for name in ("norm", "evaluation", "file") if row[name]]
+    return "; ".join(wrong) or "agrees"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python tests/helpers/compared_libraries.py", description=__doc__)
+    parser.add_argument("--only", default="", help="families, with commas between")
+    parser.add_argument("--ways", default="", help="parts of names of ways, with commas between")
+    parser.add_argument("--json", type=Path, help="write the rows here; those that it has already are not run again")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for a row")
+    parser.add_argument("--all", action="store_true", help="print every finding")
+    options = parser.parse_args(arguments)
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    getLogger("weft").setLevel("ERROR")
+    rows = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
+    have = {row["family"] for row in rows}
+    ways = [way for way in WAYS if not options.ways or way.name in options.ways.split(",")]
+    names = options.only.split(",") if options.only else with_plans()
+    for family in (name for name in names if name not in have):
+        of_family = [way for way in ways if way.families is None or family in way.families or options.only]
+        failed = {"way": "", "family": family}
+        found = families.in_a_process(failed, options.timeout, partial(rows_of, family, of_family))
+        rows += found.get("rows", [found])
+        for row in found.get("rows", [found]):
+            print(f"{row['way']:30} {family:20} {verdict(row)}", flush=True)
+            for _, text in row.get("findings", [])[1:] if options.all else ():
+                print(f"    {text}")
+        if options.json:
+            order = [way.name for way in WAYS]
+            rows.sort(key=lambda row: (order.index(row["way"]) if row["way"] else len(order), row["family"]))
+            options.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+if __name__ == "__main__":
+    sys.path.append(str(FOLDER_OF_DEEPSPEED))
+    warnings.simplefilter("ignore")
+    main()
