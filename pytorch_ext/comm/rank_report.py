@@ -155,6 +155,8 @@ def reports() -> list[dict[str, Any]]:
 def _asked(pid: int) -> dict[str, Any]:
     if pid == os.getpid():
         return report()
+    if (state := _state_of(pid)) in ("stopped", "dead"):  # it would not answer
+        return {"pid": pid, "silent": state}
     text = b""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
