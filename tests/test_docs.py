@@ -135,6 +135,8 @@ fsdp_module = fully_shard(model)
         {},
     ),
     ("compared.md", 0): (2, SAVED + LAUNCHED, {'dist.init_process_group("gloo")\n': ""}),
+    ("compared.md", 1): (2, "compared.md", {}),
+    ("compared.md", 2): (2, "compared.md", {}),
     ("fine_tuning.md", 0): (
         2,
         SAVED + HUGGING_FACE + "import peft\ntokens = torch.randint(64, (2, 6))\n",

@@ -56,7 +56,7 @@ class Program:
     save: Callable[[Path], Any]
     part: Callable[[dict], dict] = lambda call: call
     backward: Callable[[torch.Tensor], Any] = lambda loss: loss.backward()
-    clip: Callable[[Any, float], Any] = nn.utils.clip_grad_norm_
+    clip: Callable[[Any, float], Any] = lambda *args: nn.utils.clip_grad_norm_(*args)  # the recorder's by then
     norm: Callable[[], Any] | None = None
 
 
@@ -94,13 +94,13 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS)
 
 
-def by_transformers(task: Task, *, shares_batch: bool = True, **sizes: int) -> Program:
+def by_transformers(task: Task, **sizes: int) -> Program:
     """DistributedConfig of transformers."""
     from transformers.distributed import DistributedConfig
 
     model = task.kind.from_pretrained(task.folder, distributed_config=DistributedConfig(**sizes))
     program = Program(model, _adamw(model), model.save_pretrained, clip=_clips_on_any_mesh())
-    if not shares_batch:
+    if "fsdp_size" in sizes:
         program.part = _part_of_rank
     return program
 
@@ -148,8 +148,10 @@ def by_fsdp2(task: Task, tp: int = 1) -> Program:
             fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     of_rank = partial(_part_of_rank, rank=mesh.get_local_rank("dp"), world=mesh["dp"].size())
-    clip = nn.utils.clip_grad_norm_ if tp == 1 else _clips_on_any_mesh()
-    return Program(model, _adamw(model), partial(_save_full_state, model), of_rank, clip=clip)
+    program = Program(model, _adamw(model), partial(_save_full_state, model), of_rank)
+    if tp > 1:
+        program.clip = _clips_on_any_mesh()
+    return program
 
 
 def _split_llama(model: nn.Module, mesh: Any) -> None:
@@ -172,7 +174,7 @@ def _save_full_state(model: nn.Module, folder: Path) -> None:
 
 
 def by_accelerate(task: Task, cp: int = 1) -> Program:
-    """FSDP2 by accelerate's plugin; with cp, the sequence is shared and labels are shifted before they are cut."""
+    """FSDP2 by accelerate's plugin, which makes it DDP on processors; with cp, the sequence is shared and labels are shifted before they are cut."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
@@ -247,14 +249,12 @@ def trained(program: Program, calls: Sequence[dict], folder: Path, reordered: bo
 
 
 def loss_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
-    """Return the model's own loss, or of models without one a mean of all outputs with random weights."""
+    """Return the model's own loss, or of models without one a mean of the first output with random weights."""
     output = model(**call)
     if "labels" in call:
         return output.loss
-    generator = torch.Generator().manual_seed(2)
-    outputs = [x for x in tensors_in(output, 3) if x.requires_grad or not torch.is_grad_enabled()]
-    outputs = [x for x in outputs if x.is_floating_point() and x.dim() > 1]
-    return torch.stack([(x * torch.randn(x.shape[1:], generator=generator)).mean() for x in outputs]).sum()
+    x = next(x for x in tensors_in(output, 3) if x.is_floating_point() and x.dim() > 1)
+    return (x * torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(2))).mean()
 
 
 def _on_rank(rank: int, way: "Way", task: Task, folder: Path) -> Trained:
@@ -330,8 +330,9 @@ def rows_of(family: str, ways: Sequence["Way"]) -> dict[str, Any]:
             task = task_of(family, folder / "start")
         except Exception as error:  # any family may fail to be built small
             return {"rows": [{"way": "", "family": family, "not compared": families.line(error)}]}
-        splits = _splits(task)
-        takers = [way for way in ways if (splits or not way.splits) and way.takes(task)]
+        splits, model = _splits(task), task.kind.from_pretrained(task.folder)
+        has = {plan for plan in ("tp", "ep", "fsdp") if getattr(model, f"{plan}_plan")}
+        takers = [way for way in ways if (splits or not way.splits) and has.issuperset(way.plans)]
         if not takers:
             return {"rows": [{"way": "", "family": family, "not compared": "it has no plan"}]}
         expected = trained(plain(task), task.calls, folder / "plain")
@@ -406,51 +407,32 @@ class Way(NamedTuple):
     """A way to train on ranks.
 
     Attributes:
-        families: those to run; None: all that have it.
+        families: those to run; None: all that have the plans.
+        plans: the plans of transformers that it needs.
         splits: whether ranks have different parts of the batch.
-        takes: whether a model can be trained so, by what the library says of it.
     """
 
     name: str
     make: Callable[[Task], Program]
     families: Sequence[str] | None
     world: int = 2
+    plans: Sequence[str] = ()
     splits: bool = True
-    takes: Callable[[Task], bool] = lambda task: True
     environment: tuple[tuple[str, str], ...] = ()
-
-
-def _has(plan: str, labels: bool = False) -> Callable[[Task], bool]:
-    def has(task: Task) -> bool:
-        return ("labels" in task.calls[0] or not labels) and bool(
-            getattr(task.kind.from_pretrained(task.folder), f"{plan}_plan")
-        )
-
-    return has
 
 
 FEW = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "mixtral"]
 FEW += ["t5", "bert", "vit"]
 _CPU = (("DS_ACCELERATOR", "cpu"),)
 WAYS = [
-    Way("transformers: tp", partial(by_transformers, tp_size=2), None, splits=False, takes=_has("tp")),
-    Way("transformers: ep", partial(by_transformers, tp_size=2, ep_size=2), None, splits=False, takes=_has("ep")),
-    Way(
-        "transformers: ep with fsdp",
-        partial(by_transformers, fsdp_size=2, ep_size=2, shares_batch=False),
-        None,
-        takes=_has("ep"),
-    ),
-    Way(
-        "transformers: fsdp",
-        partial(by_transformers, fsdp_size=2, shares_batch=False),
-        None,
-        takes=_has("fsdp", labels=True),
-    ),
+    Way("transformers: tp", partial(by_transformers, tp_size=2), None, plans=["tp"], splits=False),
+    Way("transformers: ep", partial(by_transformers, tp_size=2, ep_size=2), None, plans=["tp", "ep"], splits=False),
+    Way("transformers: ep with fsdp", partial(by_transformers, fsdp_size=2, ep_size=2), None, plans=["ep", "fsdp"]),
+    Way("transformers: fsdp", partial(by_transformers, fsdp_size=2), None, plans=["fsdp"]),
     Way("torch: DDP", by_ddp, FEW),
     Way("torch: FSDP2", by_fsdp2, FEW),
     Way("torch: FSDP2 with tp", partial(by_fsdp2, tp=2), ("llama", "mistral", "qwen2"), 4),
-    Way("accelerate: FSDP2", by_accelerate, FEW),
+    Way("accelerate: FSDP's plugin", by_accelerate, FEW),
     Way("accelerate: cp", partial(by_accelerate, cp=2), ("llama", "mistral", "qwen2"), splits=False),
     *(Way(f"DeepSpeed: ZeRO {n}", partial(by_deepspeed, stage=n), FEW, environment=_CPU) for n in (1, 2, 3)),
     Way("DeepSpeed: AutoTP", partial(by_deepspeed, tp=2), FEW, splits=False, environment=_CPU),
