@@ -1,5 +1,6 @@
 """`weft trace`: a delay is named where it is, clocks agree, and times add up."""
 
+import argparse
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import weft
 from weft.cli import main
 from weft.testing.ranks import run_ranks
 from weft.tools.tracing import trace_recorder
+from weft.tools.tracing import trace_command
 from weft.tools.tracing.rank_trace import (
     GroupTrace,
     RankTrace,
@@ -424,7 +426,8 @@ def test_errors_of_the_command(tmp_path, monkeypatch, capfd):
 def test_ranks_that_left_no_part_are_named(tmp_path, of_ddp, capfd):
     parts = json.loads(of_ddp[0].read_text())["weft"]["parts"]
     (tmp_path / "run.json.rank0.part").write_text(json.dumps(parts[0]))
-    assert main(["trace", str(tmp_path / "run.json")]) == 0
+    options = {"run": None, "steps": "0-9", "html": None, "hardware": None}
+    assert trace_command.run(argparse.Namespace(file=tmp_path / "run.json", **options)) == 0
     assert "without ranks 1, which left no part" in capfd.readouterr().out
 
 
