@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 import weft
 from weft.cli import main
 from weft.testing.ranks import run_ranks
-from weft.tools.tracing import trace_recorder
-from weft.tools.tracing import trace_command
+from weft.tools.tracing import trace_command, trace_recorder
 from weft.tools.tracing.rank_trace import (
     GroupTrace,
     RankTrace,
