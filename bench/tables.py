@@ -331,7 +331,8 @@ def _kind_of(row: Row) -> str:
 def _gist(row: Row) -> str:
     """Return where a row parts and what its first difference looks like, without numbers of layers."""
     if "raises" in row:
-        return f"raises {row['raises'][:160]}"
+        text = re.sub(r"\[/[^\]]*\] | \[[\d.]+\]:\d+", "", row["raises"])  # gloo's file and port
+        return f"raises {text[:160]}"
     if row["findings"]:
         what, _, looks = row["findings"][0][1].partition(": ")[2].partition(" differs by ")
         looks = looks.partition(": ")[2]

@@ -75,7 +75,8 @@ def _file() -> str | None:
     return next((os.environ[name] for name in FILE_VARIABLES if os.environ.get(name)), None)
 
 
-def _entry(group, number: int, operation: str, dtype: str, count: int, _, begun_ns: int, __, ended_ns: int) -> dict:
+def _entry(group, number: int, operation: str, dtype: str, count: int, *times: int) -> dict:
+    _, begun_ns, _, ended_ns = times  # submitted, begun, met, ended
     begun_ns += time.time_ns() - time.monotonic_ns()  # since 1970
     whole, part = [count], [count // group.size()]  # of an uneven split, the smallest part
     parts = [group.size(), *part]

@@ -201,8 +201,8 @@ class _Walk:
             allowed = max(FACTOR * max(rounding, eps) * (LATER if later else 1.0), self._of_update(key, whole))
             target = self._whole(key, rank, seen, whole)
             fit = rank.fit(key, seen, part, target, allowed)
-            if fit is not None and fit.error <= max(
-                allowed, FACTOR * self._rounding_there(key, rank, seen, fit, target)
+            if fit is not None and (
+                fit.error <= allowed or fit.error <= FACTOR * self._rounding_there(key, rank, seen, fit, target)
             ):
                 fits.append(fit)
                 continue

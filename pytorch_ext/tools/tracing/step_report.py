@@ -172,15 +172,15 @@ class StepReport:
     def _expected_ms(self, operation: str, moved_bytes: int, ranks: int) -> float:
         if operation == "all_to_all":
             return rates.exchange_s(self.hardware, moved_bytes, ranks, 1) * 1e3
-        return rates.gather_s(self.hardware, moved_bytes, ranks, 1) * (2 if operation == "all_reduce" else 1) * 1e3
+        return rates.gather_s(self.hardware, moved_bytes, ranks, 1) * _passes(operation) * 1e3
 
     def _as_traced(self) -> Hardware:
         took = [
-            (len(meeting.calls), call.bytes, max(1, end - begin) / 1e9)
+            (len(meeting.calls), call.bytes, max(1, end - begin) / 1e9 / _passes(call.operation))
             for meeting, _, call, (begin, end) in self._moving_calls()
         ]
         latency = min((seconds for _, moved, seconds in took if moved < _LARGE), default=1e-5)
-        large = [2 * moved * (size - 1) / size / seconds for size, moved, seconds in took if moved >= _LARGE]
+        large = [moved * (size - 1) / size / seconds for size, moved, seconds in took if moved >= _LARGE]
         rate = max(large, default=1e10)
         return Hardware("the best rate of this trace", 0, {}, rate, rate, rate, node_latency_s=latency)
 
@@ -301,6 +301,10 @@ td { padding: 0.15em 0.8em; text-align: right; border-bottom: 1px solid #ccc; }
 td:first-child { text-align: left; }
 pre { white-space: pre-wrap; }
 """
+
+
+def _passes(operation: str) -> int:
+    return 2 if operation.startswith("all_reduce") else 1  # reduce-scatter and all-gather
 
 
 def _extent(rank: RankTrace) -> tuple[int, int]:
