@@ -5,7 +5,7 @@ Once from logits, and once from the output layer's input, with the memory of the
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -20,6 +20,19 @@ from weft.testing import cases
 from weft.testing.tolerance import assert_close
 
 __all__ = ["LIMIT", "add_arguments", "contest", "run"]
+
+# Other packages' functions, by module and name: of logits and targets, and of the input, the weight and targets.
+_LIGER = "liger_kernel.transformers.functional"
+_OF_LOGITS = {"Liger": (_LIGER, "liger_cross_entropy"), "QuACK": ("quack.cross_entropy", "cross_entropy")}
+_WITH_LAYER = {
+    "Liger": (_LIGER, "liger_fused_linear_cross_entropy"),
+    # Hopper's, in CuTe; it needs nvidia-cutlass-dsl.
+    "Liger CuTe": (
+        "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90",
+        "liger_fused_linear_cross_entropy_sm90",
+    ),
+    "QuACK": ("quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +53,7 @@ def contests(tokens: int, tensor_parallel: Iterable[int], compiled: bool) -> Ite
 
 
 def contest(tokens: int, vocabulary: int, device: torch.device, compiled: bool = True) -> Contest:
-    """Return the contest on bf16 logits, which our gradient overwrites; peers: eager, Liger, torch.compile."""
+    """Return the contest on bf16 logits, which our gradient overwrites."""
     logits = (torch.randn(tokens, vocabulary, device=device) * 4).bfloat16().requires_grad_()
     target = torch.randint(0, vocabulary, (tokens,), device=device)
 
@@ -59,7 +72,7 @@ def contest(tokens: int, vocabulary: int, device: torch.device, compiled: bool =
         "cross entropy",
         f"{tokens} x {vocabulary} bfloat16",
         lambda: step(fused_cross_entropy, overwrite_logits=True),
-        {name: partial(step, loss) for name, loss in _peers(F.cross_entropy, "liger_cross_entropy", compiled).items()},
+        {name: partial(step, loss) for name, loss in _peers(F.cross_entropy, _OF_LOGITS, compiled).items()},
         check,
         0,
         3 * logits.numel() * logits.element_size(),  # read forward; read and written backward
@@ -94,26 +107,24 @@ def contest_with_layer(
         "linear and cross entropy",
         f"{tokens} x {features} x {vocabulary} bfloat16",
         lambda: step(fused_linear_cross_entropy),
-        {
-            name: partial(step, loss)
-            for name, loss in _peers(two_ops, "liger_fused_linear_cross_entropy", compiled).items()
-        },
+        {name: partial(step, loss) for name, loss in _peers(two_ops, _WITH_LAYER, compiled).items()},
         check,
         3 * 2 * tokens * features * vocabulary,  # the three products that a step needs
         0,
-        eager=["Liger"],
+        eager=["Liger", "Liger CuTe"],
     )
 
 
-def _peers(eager: Callable, liger: str, compiled: bool) -> dict[str, Callable]:
-    """Return the peers of a loss: eager, the function of Liger if it is installed, and torch.compile if wanted."""
-    peers = {"eager": eager}
-    if importlib.util.find_spec("liger_kernel") is not None:
+def _peers(eager: Callable, installed: Mapping[str, tuple[str, str]], compiled: bool) -> dict[str, Callable]:
+    """Return the peers of a loss: eager, those that are installed, and torch.compile if wanted."""
 
-        def by_liger(*arguments):
-            functional = importlib.import_module("liger_kernel.transformers.functional")  # one that raises is left out
-            loss = getattr(functional, liger)(*arguments)
-            return loss[0] if isinstance(loss, tuple) else loss
+    def call(module: str, function: str, *arguments):
+        loss = getattr(importlib.import_module(module), function)(*arguments)  # a peer that raises is left out
+        return loss[0] if isinstance(loss, tuple) else loss
 
-        peers["Liger"] = by_liger
-    return peers | ({"torch.compile": torch.compile(eager)} if compiled else {})
+    found: dict[str, Callable] = {
+        name: partial(call, *where)
+        for name, where in installed.items()
+        if importlib.util.find_spec(where[0].partition(".")[0]) is not None
+    }
+    return {"eager": eager, **found} | ({"torch.compile": torch.compile(eager)} if compiled else {})

@@ -1,9 +1,13 @@
 """The measurement of the GPU benches: calls in alternation, cold L2, eager and as CUDA graphs, and two ceilings."""
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
+from statistics import median
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -14,7 +18,11 @@ from weft.ops import kernel_choice
 from weft.testing.tolerance import assert_close
 from weft.tools import tuning
 
-LIMIT = "a large bf16 product and a large copy, measured in the same run"
+LIMIT = (
+    "the rates of a large bf16 product and of a large copy, measured in the same run; a call that reads more than it "
+    "writes may pass the copy's"
+)
+_HOST_CALLS = 5
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Contest:
         operations: Floating-point operations of one call; 0 if memory bounds it.
         moved_bytes: Least bytes that one call reads and writes in device memory.
         eager: Names of calls that no CUDA graph captures; replays of the others are timed too.
+        facts: Further entries of the row.
     """
 
     op: str
@@ -36,6 +45,7 @@ class Contest:
     operations: float
     moved_bytes: float
     eager: Collection[str] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,14 @@ def contest_of(
     peer: str,
     operations: float,
     moved_bytes: float,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+    tiles: Iterable[Any] = (),
 ) -> Contest:
-    """Return the contest of our call, with the tile that its kernel chooses, and of the library's, called `peer`."""
+    """Return the contest of our call, with the tile that its kernel chooses, and of the library's, called `peer`.
+
+    Args:
+        tiles: Further tiles of our kernel, each a contender of its own.
+    """
 
     def ours() -> torch.Tensor:
         return calls.ours(None)
@@ -87,13 +103,17 @@ def contest_of(
         with kernel_choice.prefer("library"):
             return calls.library()
 
-    def check() -> None:
-        result = calls.first_rows(ours)
-        # The tolerance is of a rounded product: cuBLAS may sum fp32 in pieces, closer than one chain of tensor cores.
-        plain = calls.first_rows(library).to(dtype).to(result.dtype)
-        assert_close(result, plain, calls.exact, f"{op} {shape}")
+    of_tiles: dict[str, Callable[[], torch.Tensor]] = {f"ours {tile}": partial(calls.ours, tile) for tile in tiles}
 
-    return Contest(op, shape, ours, {peer: library}, check, operations, moved_bytes)
+    def check() -> None:
+        for name, call in [("ours", ours), *of_tiles.items()]:
+            result = calls.first_rows(call)
+            # The tolerance is of a rounded product: cuBLAS may sum fp32 in pieces, closer than one chain of tensor
+            # cores.
+            plain = calls.first_rows(library).to(dtype).to(result.dtype)
+            assert_close(result, plain, calls.exact, f"{op} {shape} {name}")
+
+    return Contest(op, shape, ours, {peer: library, **of_tiles}, check, operations, moved_bytes, facts=facts)
 
 
 def measure(contests: Iterable[Contest], rounds: int) -> list[Row]:
@@ -141,13 +161,16 @@ def _measure(contest: Contest, limits: Ceilings, rounds: int) -> Row:
         if name not in contest.eager and (graph := _captured(call)) is not None
     }
     replayed = alternate({name: graph.replay for name, graph in graphs.items()}, rounds)
-    best = min(peers, key=lambda name: called[name].p50_us, default=None)
+    others = [name for name in peers if not name.startswith("ours")]  # others of our tiles are no peers
+    best = min(others, key=lambda name: called[name].p50_us, default=None)
     floor_us = max(contest.operations / limits.tera_operations, contest.moved_bytes / limits.terabytes) / 1e6
     graph_us = {name: replayed[name].p50_us if name in replayed else None for name in calls}
     facts = {
+        **contest.facts,
         "graph_us": graph_us,  # as replays of a CUDA graph; None if the call cannot be captured
         "of_ceiling": floor_us / called["ours"].p50_us,  # the nearer of the two
-        "peak_bytes": {name: _peak_bytes(call) for name, call in calls.items()},  # beyond the memory before the call
+        "host_us": {name: _host_us(call) for name, call in calls.items()},  # until the call returns, on an idle device
+        "peak_bytes": {name: peak_bytes(call) for name, call in calls.items()},  # beyond the memory before the call
     }
     return Row({"op": contest.op, "shape": contest.shape}, called, best, facts, remark)
 
@@ -166,7 +189,18 @@ def _that_run(peers: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Call
     return found, "; ".join(failed)
 
 
-def _peak_bytes(call) -> int:
+def _host_us(call) -> float:
+    samples = []
+    for _ in range(_HOST_CALLS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - began) * 1e6)
+    return median(samples)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most bytes of device memory that a call holds beyond those before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -186,7 +220,7 @@ def _captured(call) -> torch.cuda.CUDAGraph | None:
     try:
         with torch.cuda.graph(graph, stream=stream):  # a bucket's addresses are known on the stream of its first call
             call()
-    except RuntimeError:  # torch raises it for an operation that capture does not permit
+    except Exception:  # torch's RuntimeError for an operation that capture does not permit, or a compiler's own
         torch.cuda.set_stream(before)  # torch leaves the stream of the capture only if the capture ends well
         torch.cuda.synchronize()
         return None

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 import weft
+from weft.kernels import dispatch, launch
 from weft.tools.diagnosis import version_of
+
+PEERS = ("liger-kernel", "quack-kernels", "flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
 def environment() -> dict:
@@ -19,10 +22,19 @@ def environment() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version_of("triton"),
+        **(_on_gpu() if torch.cuda.is_available() else {}),
         "weft": weft.__version__,
         "commit": commit(),
         "instruction_set": os.environ.get("WEFT_ISA") or weft.build_info()["instruction_sets"][0],
     }
+
+
+def _on_gpu() -> dict[str, str]:
+    """Return who compiled the kernels that are launched, and the versions of cuDNN and of the installed peers."""
+    found = dispatch.archive_of(launch.code_architecture(torch.device("cuda")))
+    compiled = found if isinstance(found, str) else f"ahead of time by triton {found.triton}, {found.assembler}"
+    peers = {"cudnn": str(torch.backends.cudnn.version()), **{name: version_of(name) for name in PEERS}}
+    return {"kernels": compiled, "peers": ", ".join(f"{name} {version}" for name, version in peers.items() if version)}
 
 
 def cores() -> int:

@@ -23,9 +23,9 @@ def positive(text: str) -> int:
 class Suite:
     """Description of a bench, the module `weft.bench.<name>`.
 
-    The module has `run(options)`, which returns rows (`table.Row`), and `LIMIT`, the text of the limit that no result
-    can beat. It may have `add_arguments(parser)` for options of its own, and `plot(rows, path)` for a better picture
-    than times and ratios row by row.
+    The module has `run(options)`, which returns rows (`table.Row`), and `LIMIT`, the text of the limit that
+    times are compared with. It may have `add_arguments(parser)` for options of its own, and `plot(rows, path)` for a
+    better picture than times and ratios row by row.
 
     Attributes:
         text: One line for the help.
@@ -88,6 +88,7 @@ SUITES = {
         True,
         "warm, but for a process's first call, whose compiler cache the row names",
     ),
+    "llama_step": Suite("a training step of four layers of Llama 3 8B beside plain torch's, on a GPU", True, COLD),
     "kernels": Suite(
         "the GPU kernels' benches as one table; --communicating: those of the kernels that cross ranks", True, COLD
     ),

@@ -375,13 +375,17 @@ def _compile_and_run(made: Launch, arguments: tuple) -> None:
 _compiled_at_run_time: dict[int, Any] = {}  # kernels by identity, after their warning
 
 
+class NotCompiledError(RuntimeError):
+    """A launch whose kernel was not compiled ahead of time, where none may be compiled now."""
+
+
 def _announce(recorded: Launch, why: str) -> None:
-    """Warn that Triton compiles the launch, or raise RuntimeError if it must not."""
+    """Warn that Triton compiles the launch, or raise NotCompiledError if it must not."""
     kernel = recorded.kernel
     variant = f"{dispatch.full_name(kernel)} ({recorded})"
     refusal = _why_not_compile()
     if refusal:
-        raise RuntimeError(f"{variant} cannot be launched: {why}; {refusal}")
+        raise NotCompiledError(f"{variant} cannot be launched: {why}; {refusal}")
     if id(kernel) not in _compiled_at_run_time:
         _compiled_at_run_time[id(kernel)] = kernel
         warnings.warn(f"{variant} is compiled at its first call, by triton: {why}", stacklevel=2)

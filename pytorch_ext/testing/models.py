@@ -124,11 +124,11 @@ class Llama(nn.Module):
         dropout: Probability after attention and after the MLP.
     """
 
-    HEAD, KV_HEADS, HIDDEN, WORDS = 4, 3, 29, 37
+    HEAD, KV_HEADS, GROUP, HIDDEN, WORDS = 4, 3, 2, 29, 37  # GROUP: heads of queries that share one of keys
 
     def __init__(self, blocks: int = 3, tied: bool = False, shared: bool = False, dropout: float = 0.0):
         super().__init__()
-        width = 2 * self.KV_HEADS * self.HEAD
+        width = self.GROUP * self.KV_HEADS * self.HEAD
         sizes = (width, self.HEAD, self.KV_HEADS, self.HIDDEN, dropout)
         self.embedding, self.rotary = nn.Embedding(self.WORDS, width), Rotary(self.HEAD)
         made = [LlamaBlock(*sizes) for _ in range(1 if shared else blocks)]

@@ -22,7 +22,7 @@ PACKAGES = (
     *("pytest", "pytest-timeout", "iniconfig", "packaging", "pluggy", "hypothesis", "sortedcontainers"),
     *("pytest-xdist", "execnet"),
 )
-PEERS = ("liger-kernel==0.8.5",)
+PEERS = ("liger-kernel==0.8.5", "nvidia-cudnn-frontend==1.32.0")
 AT_LEAST = {"setuptools": 77, "pybind11": 3}  # major versions; any other version that is installed will do
 PYTHON = "3.12"
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 24, 17, 12, 5)] + ["manylinux2014_x86_64"]

@@ -7,7 +7,7 @@ are a table of all that was found.
 
     make gpu                                            # every step, 570 seconds in all
     make gpu STEPS=first                                # the first ten minutes on a GPU: what is shipped, no compiler
-    make gpu STEPS=second                               # processes that share the GPU, tests, tables, sanitizers
+    make gpu STEPS=second                               # kernels side by side, tables, a step, sanitizers, tests
     make gpu SECONDS=1500 STEPS="launches matmul"       # some of them
 """
 
@@ -38,7 +38,7 @@ from weft.bench.environment import environment, folder_name
 from weft.bench.measure import ROUNDS
 from weft.bench.report import results, save_json
 from weft.bench.table import Row
-from weft.kernels import launch
+from weft.kernels import dispatch, launch
 from weft.testing import cases
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "helpers")]
@@ -53,7 +53,7 @@ _WORKERS = 4  # groups of first launches at a time
 _SAVE_EVERY_ROWS = 10
 _REHEARSAL = 5  # times as long, for Triton's interpreter
 _LARGE = "rank_order_sum", "communicating", "several_gpus"
-SUITES = ("launch", "cross_entropy", "bucket", "grouped_matmul", "attention_chunk", "matmul", *_LARGE)
+SUITES = ("launch", "llama_step", "cross_entropy", "bucket", "grouped_matmul", "attention_chunk", "matmul", *_LARGE)
 COLLECTIVES = "rank_order_sum", "several_gpus", "tests_of_several", "tune_collectives"  # named together "collectives"
 _ACROSS = ("communicating", "collectives")  # groups of first launches of virtual ranks
 
@@ -61,16 +61,20 @@ _ACROSS = ("communicating", "collectives")  # groups of first launches of virtua
 COMMANDS = {
     "first": {"doctor": 40, "launches": 110, "products": 190, "attentions": 260, "losses": 320, "across": 420},
     "second": {
-        "shared_gpu": 120,
-        "chosen_tests": 270,
-        "tune_others": 330,
-        "losses": 360,
-        "launch": 400,
-        "sanitizer": 500,
+        "across": 45,
+        "attention_tiles": 105,
+        "tune_attention": 120,
+        "losses": 160,
+        "wgrad_tiles": 220,
+        "invariant_products": 250,
+        "llama_step": 290,
+        "sanitizer": 390,
+        "shared_gpu": 500,
+        "chosen_tests": 570,
     },
 }
-_PARTS = "products", "attentions", "losses", "chosen_tests", "shared_gpu"
-_SHIPPED = {"WEFT_NO_JIT": "1"}  # of the first command: nothing is compiled there
+_OWN_FILES = "attention_tiles", "wgrad_tiles", "invariant_products"
+_SHIPPED = {"WEFT_NO_JIT": "1"}  # of the first command and of tables: nothing is compiled there
 
 _ATTENTIONS = [
     case
@@ -107,10 +111,27 @@ def steps() -> dict[str, GpuStep]:
         "tests_of_several": GpuStep(partial(tests, marker="gpus2"), 600),
         "tune_collectives": GpuStep(partial(tune, ops=("collectives",)), 300),
         "across": GpuStep(across, 100),
-        # _PARTS of the above, in the time that a command has for them.
-        "products": GpuStep(partial(bench, "matmul", model=["llama-3-8b"], tp=(1, 8), tokens=(8192,)), 100),
-        "attentions": GpuStep(partial(bench, "attention_chunk", attentions=_ATTENTIONS, compiled=False, rounds=7), 70),
+        **parts(),
+    }
+
+
+def parts() -> dict[str, GpuStep]:
+    """Return the steps that are parts of the others, in the time that a command has for them."""
+    narrow = {"model": ["llama-3-8b"], "tp": (8,), "tokens": (8192,), "rounds": 11}
+    benches = {
+        "products": ("matmul", 100, {"model": ["llama-3-8b"], "tp": (1, 8), "tokens": (8192,)}),
+        "attentions": ("attention_chunk", 90, {"attentions": _ATTENTIONS, "compiled": False, "rounds": 7}),
+        "attention_tiles": ("attention_chunk", 60, {"attentions": _ATTENTIONS, "tiles": True, "rounds": 11}),
+        "wgrad_tiles": ("matmul", 60, {"only": "wgrad", "tiles": True, **narrow}),
+        "invariant_products": ("matmul", 30, {"invariant": True, **narrow}),
+    }
+    return {
+        **{
+            name: GpuStep(partial(bench, suite, step=name, **given), seconds)
+            for name, (suite, seconds, given) in benches.items()
+        },
         "losses": GpuStep(losses, 60),
+        "tune_attention": GpuStep(partial(tune, ops=("attention",)), 60),
         "chosen_tests": GpuStep(partial(tests, chosen=_CHOSEN), 240),
         "shared_gpu": GpuStep(partial(tests, chosen=_SHARED_GPU, workers=4), 120),
     }
@@ -148,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     if command == "first":
         os.environ |= _SHIPPED
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each stream of the virtual ranks
-    chosen = {name: known[name] for name in options.steps or known if options.steps or name not in _PARTS}
+    chosen = {name: known[name] for name in options.steps or known if options.steps or name not in parts()}
     return _run_all(chosen, folder, options, ends)
 
 
@@ -295,7 +316,7 @@ def launches(groups: Sequence[str], name: str, folder: Path, end: float) -> int:
 def across(folder: Path, end: float) -> int:
     """Check kernels and collectives of virtual ranks, and time the sum of 2 and 4 buffers."""
     code = launches(_ACROSS, "across", folder, end - 25)
-    return max(code, bench("rank_order_sum", folder, end, worlds=(2, 4)))
+    return max(code, bench("rank_order_sum", folder, end, step="across", worlds=(2, 4)))
 
 
 def losses(folder: Path, end: float) -> int:
@@ -305,7 +326,7 @@ def losses(folder: Path, end: float) -> int:
         "grouped_matmul": {},
         "bucket": {},
     }
-    return max([bench(suite, folder, end, **given) for suite, given in options.items()])
+    return max([bench(suite, folder, end, step="losses", **given) for suite, given in options.items()])
 
 
 _CHOSEN = ("tests/csrc/test_cuda_collectives.py", "tests/csrc/test_launch_on_gpu.py", "tests/kernels", "tests/ops")
@@ -337,18 +358,24 @@ def sanitizer(folder: Path, end: float) -> int:
         print(f"there is no {program}")
         return 0
     python = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
-    code = 0
-    for tool, which in [
-        *((tool, _SANITIZED) for tool in ("memcheck", "racecheck")),
-        *((tool, ("-m", "sanitize")) for tool in ("memcheck", "racecheck", "synccheck")),
+    rows: list[dict] = []
+    for tool, which, text in [
+        *((tool, _SANITIZED, "four small launches") for tool in ("memcheck", "racecheck")),
+        *((tool, ("-m", "sanitize"), "all marked tests") for tool in ("memcheck", "racecheck", "synccheck")),
     ]:
         left = int(end - time.monotonic()) - 5
         if left < LEAST_SECONDS:
             break
         limit = ["timeout", "-s", "INT", str(min(left, _TOOL_S))]
         checked = [program, "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
-        code = max(code, _run([*limit, *checked, *python, *which]))
-    return code
+        code = _run([*limit, *checked, *python, *which])
+        said = {0: "", 124: "ended: out of time", 9: "FAULT: the tool found errors"}.get(
+            code, f"FAULT: exit code {code}"
+        )
+        rows.append({"op": tool, "shape": text, "times": {}, "ratio": None, "remark": said})
+        saved = {"command": "make gpu STEPS=sanitizer", "environment": environment(), "rows": rows}
+        save_json(saved, str(folder / "sanitizer.json"))
+    return int(any(map(_fault, rows)))
 
 
 def profile(folder: Path, end: float) -> int:
@@ -380,13 +407,19 @@ def tune(folder: Path, end: float, ops: Sequence[str] = ("matmul",)) -> int:
     if not torch.cuda.is_available() or ("collectives" in ops and torch.cuda.device_count() < 2):
         print("needs a GPU" if "collectives" not in ops else "needs several GPUs")
         return 0
+    if not isinstance(dispatch.archive_of(launch.code_architecture(torch.device("cuda"))), str):
+        os.environ |= _SHIPPED
     models = {"matmul": ["--model", "llama-3-8b"]}
     commands = [[sys.executable, "-m", "weft", "tune", op, *models.get(op, [])] for op in ops]
     return max(_run([*command, "--out", str(folder / "tuned")]) for command in commands)
 
 
-def bench(suite: str, folder: Path, end: float, **given) -> int:
-    """Run a bench with the given options; without a GPU say that it needs one."""
+def bench(suite: str, folder: Path, end: float, step: str = "", **given) -> int:
+    """Run a bench with the given options; without a GPU say that it needs one.
+
+    Args:
+        step: The step that runs the bench, for the command in the file; a step named like the bench by default.
+    """
     if suites.SUITES[suite].on_gpu and not torch.cuda.is_available():
         print(f"{suite}: measured on a GPU only")
         return 0
@@ -394,30 +427,32 @@ def bench(suite: str, folder: Path, end: float, **given) -> int:
     options = suites.options_of(module, **{"rounds": ROUNDS, **given})
     limits = ceilings()
     rows: list[Row] = []
+    file = folder / f"{step if step in _OWN_FILES else suite}.json"
+    found_now = partial(_found, suite, module, rows, limits, step or suite, options)
 
     def keep(row: Row) -> None:
         rows.append(row)
-        kept = _found(suite, module, rows, limits)["rows"][-1]
+        kept = found_now()["rows"][-1]
         print(f"{kept['op']:<36} {kept['shape']:<56} {figures(kept)}")
-        save_json(_found(suite, module, rows, limits), str(folder / f"{suite}.json"))
+        save_json(found_now(), str(file))
 
     code = 0
     with keeping(keep):
         try:
-            rows = list(module.run(options))
+            rows[:] = list(module.run(options))
         except Exception as error:  # of what prepares a contest; the next bench goes on
             traceback.print_exc()
             keep(Row({"op": suite, "shape": ""}, remark=f"FAULT: {type(error).__name__}: {error}"))
             code = 1
-    found = _found(suite, module, rows, limits)
-    save_json(found, str(folder / f"{suite}.json"))
+    found = found_now()
+    save_json(found, str(file))
     for name in ("geometric_mean_ratio", "geometric_mean_tax"):
         print(name, json.dumps(found[name]))
     return max(code, int(any(map(_fault, found["rows"]))))
 
 
-def _found(suite: str, module, rows: list[Row], limits: Ceilings) -> dict:
-    found = results(suite, suites.SUITES[suite], module, rows, f"make gpu STEPS={suite}", ROUNDS)
+def _found(suite: str, module, rows: list[Row], limits: Ceilings, step: str, options) -> dict:
+    found = results(suite, suites.SUITES[suite], module, rows, f"make gpu STEPS={step}", options.rounds)
     return found | {
         "build": weft.build_info(),
         "ceilings": {"tera_operations": limits.tera_operations, "terabytes": limits.terabytes},
