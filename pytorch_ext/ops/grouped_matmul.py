@@ -5,6 +5,7 @@ that on Hopper and Blackwell, for bf16 whose rows lie at 16 bytes; elsewhere it 
 expert. It adds neither a bias nor to a `main_grad`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,32 +70,35 @@ def algorithms(weights: ExpertWeights, rows: int) -> dict[str, Algorithm]:
         "wgrad": _kernel().wgrad_problem_of(dz, x, up.size(0), adds),
     }
     biases = {"forward": weights.up_bias}
-    return {name: _algorithm(problem, up.device, up, biases.get(name)) for name, problem in problems.items()}
+    operands = {"forward": (x, up), "dgrad": (dz, up), "wgrad": (dz, x)}
+    return {
+        name: _algorithm(problem, up.device, operands[name], biases.get(name)) for name, problem in problems.items()
+    }
 
 
-def _algorithm(problem, device: torch.device, weight: torch.Tensor | None, bias=None) -> Algorithm:
+def _algorithm(problem, device: torch.device, operands: Sequence[torch.Tensor], bias=None) -> Algorithm:
     """Return the implementation of a grouped product, a `GroupedProblem`, and the reason."""
-    refusal = _why_not_library(problem, device, weight, bias)
+    refusal = _why_not_library(problem, device, operands, bias)
     return Algorithm(True, refusal) if refusal else kernel_choice.grouped_algorithm(problem, device)
 
 
-def _why_not_library(problem, device: torch.device, weight: torch.Tensor | None, bias) -> str | None:
+def _why_not_library(problem, device: torch.device, operands: Sequence[torch.Tensor], bias) -> str | None:
     if not hasattr(F, "grouped_mm"):
         return "this torch has no grouped_mm"
     if _family(device) not in _LIBRARY_FAMILIES or problem.dtype != "bfloat16":
         return f"torch's grouped_mm waits for the number of rows of each expert in {problem.dtype} on this device"
     if bias is not None or problem.fused == "main_grad":
         return "torch's grouped_mm adds neither a bias nor to a main_grad"
-    if problem.columns % 8 or problem.depth % 8 or (weight is not None and not _lies_at_16_bytes(weight)):
+    if problem.columns % 8 or problem.depth % 8 or not all(map(_lies_at_16_bytes, operands)):
         return "torch's grouped_mm needs rows at multiples of 16 bytes"
     if problem.groups >= _LIBRARY_GROUPS:
         return f"torch's grouped_mm takes fewer than {_LIBRARY_GROUPS} experts"
     return None if problem.rows else "there are no rows"
 
 
-def _lies_at_16_bytes(weight: torch.Tensor) -> bool:
-    strides = weight.stride()
-    return weight.storage_offset() % 8 == 0 and 1 in strides[1:] and all(s == 1 or s % 8 == 0 for s in strides)
+def _lies_at_16_bytes(operand: torch.Tensor) -> bool:
+    strides = operand.stride()
+    return operand.storage_offset() % 8 == 0 and 1 in strides[1:] and all(s == 1 or s % 8 == 0 for s in strides)
 
 
 def _family(device: torch.device) -> int:
@@ -174,7 +178,7 @@ def _up(x, up, bias, offsets, activation: Activation, gated: bool) -> tuple[torc
     """Return h and z."""
     gate, of_up = _gate_and_up(up, gated)
     problem = _kernel().problem_of(x, gate, of_up, activation.name)
-    if _algorithm(problem, x.device, up, bias).kernel:
+    if _algorithm(problem, x.device, (x, up), bias).kernel:
         return _kernel().grouped_matmul(
             x, gate, offsets, b_up=of_up, bias=bias, activation=activation.name, keep_z=True
         )
@@ -196,14 +200,14 @@ def _activated(z, activation: Activation, gated: bool) -> torch.Tensor:
 
 def _product(a, b, offsets, bias=None) -> torch.Tensor:
     """Return a[r] @ b[e] + bias[e] for each row r of each expert e."""
-    if _algorithm(_kernel().problem_of(a, b), a.device, b, bias).kernel:
+    if _algorithm(_kernel().problem_of(a, b), a.device, (a, b), bias).kernel:
         return _kernel().grouped_matmul(a, b, offsets, bias=bias)[0]
     return F.grouped_mm(a, b, offs=offsets[1:])
 
 
 def _wgrad(dz, x, offsets, main_grad) -> torch.Tensor | None:
     problem = _kernel().wgrad_problem_of(dz, x, offsets.numel() - 1, main_grad is not None)
-    if _algorithm(problem, dz.device, None).kernel:
+    if _algorithm(problem, dz.device, (dz, x)).kernel:
         dw = _kernel().grouped_wgrad(dz, x, offsets, main_grad=main_grad)
         return None if main_grad is not None else dw
     dw = F.grouped_mm(dz.t(), x, offs=offsets[1:])

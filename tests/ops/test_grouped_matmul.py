@@ -185,6 +185,19 @@ def test_what_torchs_products_cannot_do_stays_with_the_kernel_by_name(device, as
     assert (EXPERTS, 24, layer.gate_up_proj.size(1)) not in [b for _, b in as_on_hopper], "the product up"
 
 
+def test_rows_that_begin_between_two_multiples_of_16_bytes_stay_with_the_kernel(device, as_on_hopper):
+    layer = wide_layer(device)
+    expert = torch.arange(18, device=device) // 5
+    flat = torch.randn(18 * 24 + 1, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    moved = flat[1:].view(18, 24)
+    assert moved.is_contiguous() and moved.storage_offset() == 1
+    result = grouped_matmul.expert_mlps(moved, expert, layer.weights())
+    assert [a for a, _ in as_on_hopper] == [(18, 16)], "the product down alone is torch's"
+    by_library = grouped_matmul.expert_mlps(moved.clone(), expert, layer.weights())
+    torch.testing.assert_close(result, by_library, rtol=2e-2, atol=2e-3)
+    assert len(as_on_hopper) == 3
+
+
 def test_main_grad_an_old_torch_and_another_gpu_are_named_too(device, as_on_hopper, monkeypatch):
     layer = wide_layer(device)
     assert not any(taken.kernel for taken in grouped_matmul.algorithms(layer.weights(), 18).values())
