@@ -41,6 +41,7 @@ _WARPS = 8
 _LEAST_PIECE = 2  # blocks; for a shorter piece the start would cost more than the reads
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # programs that fit at once; rows are cut while there are fewer
 _MERGE_ROWS = 128  # rows per program of the merge
+_GRADIENT = "cross_entropy_gradient"  # in errors
 
 
 @replayed
@@ -204,10 +205,23 @@ def cross_entropy_gradient(
     Raises:
         ValueError, TypeError: the kernel does not take an argument. Raised before any write.
     """
-    op = "cross_entropy_gradient"
+    if out is not None:  # by addresses, which a replay does not compare
+        _check_logits(_GRADIENT, logits_shard=logits_shard, out=out)
+        launch.check_shape(_GRADIENT, logits_shard.shape, out=out)
+        launch.check_dtype(_GRADIENT, (logits_shard.dtype,), out=out)
+        _check_overlap(_GRADIENT, logits_shard, out)
+    numbers = offset, vocabulary, ignore_index, float(smoothing)
+    return _write_gradient(logits_shard, target, highest, log_sum, dlosses, out, *numbers)
+
+
+@replayed
+def _write_gradient(
+    logits_shard, target, highest, log_sum, dlosses, out, offset, vocabulary, ignore_index, smoothing
+) -> torch.Tensor:
+    op = _GRADIENT
+    _check_logits(op, logits_shard=logits_shard)
     if out is None:
         out = launch.empty(logits_shard.shape, logits_shard.dtype, logits_shard.device)
-    _check_logits(op, logits_shard=logits_shard, out=out)
     rows, columns = logits_shard.shape
     launch.check_memory(
         op, logits_shard=logits_shard, target=target, highest=highest, log_sum=log_sum, dlosses=dlosses, out=out
@@ -215,9 +229,6 @@ def cross_entropy_gradient(
     _check_target(op, target, rows)
     launch.check_dtype(op, (torch.float32,), highest=highest, log_sum=log_sum, dlosses=dlosses)
     launch.check_shape(op, (rows,), highest=highest, log_sum=log_sum, dlosses=dlosses)
-    launch.check_dtype(op, (logits_shard.dtype,), out=out)
-    launch.check_shape(op, logits_shard.shape, out=out)
-    _check_overlap(op, logits_shard, out)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{op}: smoothing={smoothing} must lie between 0 and 1")
     if vocabulary < offset + columns:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from weft.kernels import dispatch, launch
 from weft.kernels.activation import gated_forward
 from weft.kernels.attention import attention_backward, attention_delta, attention_forward
 from weft.kernels.attention_rules import Positions, Rules
-from weft.kernels.cross_entropy import cross_entropy_statistics
+from weft.kernels.cross_entropy import _write_gradient, cross_entropy_gradient, cross_entropy_statistics
 from weft.kernels.matmul import matmul
 from weft.kernels.replay import _Replay, replayed
 
@@ -49,12 +50,19 @@ def streams(seed):
     target = torch.arange(7)
     options = {"offset": 0, "ignore_index": -100, "smoothing": False}
     yield (cross_entropy_statistics(z, target, **options),)
+    highest, log_sum, dlosses = (draw(7, seed=seed + i).abs() for i in range(3))
+    yield (gradient(z, target, highest, log_sum, dlosses),)
+    copy = z.clone()
+    yield (gradient(copy, target, highest, log_sum, dlosses, out=copy),)
+
+
+gradient = partial(cross_entropy_gradient, offset=0, vocabulary=26, ignore_index=-100, smoothing=0.0)
 
 
 OPS = {
     products: [matmul],
     attentions: [attention_forward, attention_delta, attention_backward],
-    streams: [gated_forward, cross_entropy_statistics],
+    streams: [gated_forward, cross_entropy_statistics, _write_gradient],
 }
 
 
@@ -75,6 +83,17 @@ def test_a_replayed_call_has_the_bits_of_the_op_itself(calls):
             assert len(ours) == len(its)
             assert all((x is None and y is None) or torch.equal(x, y) for x, y in zip(ours, its, strict=True))
     assert sum(isinstance(kind, _Replay) for op in OPS[calls] for kind in op.kinds.values()) >= 3
+
+
+def test_a_gradient_over_a_part_of_its_logits_is_refused_where_calls_are_replayed():
+    """A replay compares which tensors are the same memory, and not where others begin."""
+    wide, of_rows = draw(8, 8, seed=1), [draw(4, seed=2).abs() for _ in range(3)]
+    _write_gradient.kinds.clear()
+    for _ in range(3):
+        gradient(wide[:4], torch.arange(4), *of_rows, out=wide[4:])
+    assert any(isinstance(kind, _Replay) for kind in _write_gradient.kinds.values())
+    with pytest.raises(ValueError, match="out overlaps logits_shard"):
+        gradient(wide[:4], torch.arange(4), *of_rows, out=wide[2:6])
 
 
 @dataclass(frozen=True)
