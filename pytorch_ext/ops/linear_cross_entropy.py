@@ -1,4 +1,8 @@
-"""A linear layer and the cross entropy of its outputs in one op, which holds the logits of a few tokens at a time."""
+"""A linear layer and the cross entropy of its outputs in one op, whose logits take no more memory than it needs anyway.
+
+Whole logits cost nothing while they are no larger than the fp32 sum of dw that chunks need: at most 2K tokens in bf16.
+More tokens are cut into chunks, and each chunk reads and writes that sum: 4 bytes for each element of the weight.
+"""
 
 import weakref
 
@@ -13,8 +17,8 @@ from weft.ops.backward import as_matrix, first_order
 from weft.ops.cross_entropy import check_options, check_targets, gradient_, merged_losses, part_statistics
 
 _CHUNK_BYTES = 1 << 26  # of logits that exist at a time
-_waiting = WeakIdKeyDictionary()  # weights, each with a weak reference to gradients that wait for their backward
-_LEAST_TOKENS = 1024  # of a chunk: a product with fewer would spend its time on reading and adding to dw
+_waiting = WeakIdKeyDictionary()  # weights, each with a weak reference to what waits for a loss's backward
+_LEAST_TOKENS, _MOST_LEAST_TOKENS = 1024, 4096  # of a chunk: with fewer it would spend its time on the sum of dw
 
 
 def parallel_linear_cross_entropy(
@@ -30,10 +34,11 @@ def parallel_linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of x @ weight.T + bias, with one shard of the vocabulary on each rank.
 
-    The logits are computed for some tokens at a time, at least 1024. Where the loss is reduced, forward computes the
-    gradients as well, from the same logits; until backward they take fp32 memory of the sizes of x and of the weight.
-    Otherwise backward computes the logits once more: in fp16, whose gradients need the loss's scale, and while an
-    earlier loss of the same weight waits for its backward.
+    The logits of up to 2K tokens (K in fp32) are kept for backward, which overwrites them with their gradient: they
+    take no more memory than dw in fp32. Of more tokens, the logits of 1024 to 4096 exist at a time. Forward then
+    computes the gradients of a reduced loss as well; until backward they take fp32 memory of the sizes of x and of the
+    weight. Backward computes the logits once more where neither is possible: for "none" and fp16 in chunks, and while
+    an earlier loss of the same weight waits for its backward.
 
     If the weight has an attribute `main_grad` (fp32, of the weight's shape), backward adds the gradient to that in
     fp32. The weight's `.grad` then stays None.
@@ -92,26 +97,28 @@ def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction)
             f"linear_cross_entropy: x is {x.dtype} {tuple(x.shape)}, the weight {weight.dtype} {tuple(weight.shape)} "
             f"and the target {tuple(target.shape)}; they must be [..., K], [V_r, K] of the same type, and [...]"
         )
-    at_once = torch.is_grad_enabled() and reduction != "none" and x.dtype != torch.float16
+    # Not whether anything waits: ranks must agree on the chunks.
+    trains = torch.is_grad_enabled() and weight.requires_grad
+    whole = trains and target.numel() * x.element_size() <= weight.size(1) * _wide(x.dtype).itemsize
+    ahead = whole or (torch.is_grad_enabled() and reduction != "none" and x.dtype != torch.float16)
     token = None
-    if at_once and weight.requires_grad and not torch.compiler.is_compiling():
+    if ahead and weight.requires_grad and not torch.compiler.is_compiling():
         earlier = _waiting.get(parameter)
-        at_once = earlier is None or earlier() is None
-        if at_once:
+        ahead = earlier is None or earlier() is None
+        if ahead:
             token = _Waiting()
             _waiting[parameter] = weakref.ref(token)
-    needs = tuple(at_once and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    needs = tuple(ahead and not whole and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     with without_autocast(x.device.type):
         loss = LinearCrossEntropyFunction.apply(
             *(as_matrix(x), weight, bias, target.reshape(-1), ranks, ignore_index, smoothing, reduction, main_grad),
-            needs,
-            token,
+            *(needs, token, trains, whole, whole and ahead),
         )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
 class _Waiting:
-    """Lives as long as gradients that forward has made wait for backward. One set of a weight's does at a time."""
+    """Lives as long as logits or gradients of a loss wait for backward. Those of one loss of a weight do at a time."""
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
@@ -120,7 +127,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     Per rank, with M tokens, K inputs, V classes:
         x [M, K] whole        w_shard_v [V_r, K]        b_shard_v [V_r]        target [M] whole        loss [M] whole
 
-    The tokens are cut into chunks c, one after another; z_c [M_c, V_r] exists for one chunk at a time.
+    The tokens are cut into chunks c, one after another; z_c [M_c, V_r] exists for one chunk at a time. A whole z is one
+    chunk; it is kept, and what follows for "gradients" happens in backward, with the loss's gradient, without sums.
 
     forward   z_c = x_c @ w.T + b and its statistics; those of all ranks in one all_gather for each chunk
     gradients dz_c over z_c;   dx_c = dz_c @ w,   dw = sum over c of dz_c.T @ x_c,   db = sum over c of dz_c.sum(0),
@@ -128,19 +136,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
               z_c once more
     backward  each times the gradient of the loss, and rounded;   dx = all_reduce(dx)
 
-    Saves x, w_shard_v, b_shard_v, the target, and h and l [M]; or dx, dw and db.
+    Saves x, w_shard_v, b_shard_v, the target, and h and l [M], with a whole z; or dx, dw and db. Backward overwrites z:
+    a second backward computes it again.
     """
 
     @staticmethod
     def forward(
         ctx, x, weight, bias, target, ranks: Communicator | None, ignore_index, smoothing, reduction, main_grad, needs,
-        token,
+        token, trains, whole, keeps,
     ):  # fmt: skip
         sizes, rank = [weight.size(0)], 0
         if ranks is not None:
             sizes, rank = ranks.all_sizes(weight, 0), ranks.rank
         arguments = sum(sizes[:rank]), sum(sizes), ignore_index, smoothing
-        ctx.chunks = _chunks(len(x), max(sizes), x.element_size())
+        ctx.chunks = [slice(0, len(x))] if whole else _chunks(x, max(sizes), trains)
         sums = _GradientSums(x, weight, bias, needs) if any(needs) else None
         each = []
         for rows in ctx.chunks:
@@ -156,14 +165,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         losses, highest, log_sum, loss, count, valid = each[0] if len(each) == 1 else _joined(each)
         check_targets(target, ignore_index, arguments[1], valid)
         ctx.ranks, ctx.main_grad, ctx.arguments = ranks, main_grad, arguments
-        ctx.token = token
+        ctx.token, ctx.whole, ctx.has_logits = token, whole, keeps
         ctx.at_once, ctx.dtypes = sums is not None, [None if t is None else t.dtype for t in (x, weight, bias)]
         mean = count if reduction == "mean" else None
         loss = loss if mean is None else loss / count
         if sums is not None:
             ctx.save_for_backward(mean, *sums.of_all)
         else:
-            ctx.save_for_backward(mean, x, weight, bias, target, highest, log_sum)
+            ctx.save_for_backward(mean, x, weight, bias, target, highest, log_sum, z if keeps else None)
         return losses if reduction == "none" else loss
 
     @staticmethod
@@ -175,13 +184,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if ctx.at_once:
             dx, dw, db = saved
         else:
-            x, weight, bias, target, highest, log_sum = saved
-            sums, dlosses, scale = _GradientSums(x, weight, bias, ctx.needs_input_grad), scale.expand(len(target)), None
+            x, weight, bias, *of_rows, kept = saved
+            of_rows, scale = [*of_rows, scale.expand(len(of_rows[0]))], None
+            sums = None if ctx.whole else _GradientSums(x, weight, bias, ctx.needs_input_grad)
             for rows in ctx.chunks:
-                z = _logits(x[rows], weight, bias)
-                gradient_(z, *(t[rows] for t in (target, highest, log_sum, dlosses)), *ctx.arguments)
-                sums.add(rows, z, x, weight)
-            dx, dw, db = sums.of_all
+                # .data has a version of its own: another backward may ask for what is saved.
+                z = kept.data if ctx.has_logits else _logits(x[rows], weight, bias)
+                ctx.has_logits = False
+                gradient_(z, *(t[rows] for t in of_rows), *ctx.arguments)
+                if sums is not None:
+                    sums.add(rows, z, x, weight)
+            dx, dw, db = _gradients(z, x, weight, ctx) if sums is None else sums.of_all
         if ctx.main_grad is not None and dw is not None:
             matmul.check_main_grad(ctx.main_grad, tuple(dw.shape))
             ctx.main_grad.add_(dw) if scale is None else ctx.main_grad.addcmul_(dw, scale)
@@ -191,7 +204,20 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         )
         if dx is not None and ctx.ranks is not None:
             ctx.ranks.all_reduce_(dx)
-        return dx, dw, db, *[None] * 8
+        return dx, dw, db, *[None] * 11
+
+
+def _gradients(dz, x, weight, ctx) -> tuple:
+    """Return dx, dw and db of all tokens, None if not needed; dw is None where it was added to a main_grad."""
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    dx = matmul.linear_dgrad_operator(dz, weight) if needs_x else None
+    dw = None
+    if needs_weight and ctx.main_grad is not None:
+        matmul.check_main_grad(ctx.main_grad, tuple(weight.shape))
+        _accumulate(dz.t(), x, ctx.main_grad)
+    elif needs_weight:
+        dw = matmul.linear_wgrad_operator(dz, x)
+    return dx, dw, matmul.column_sums(dz) if needs_bias else None
 
 
 def _joined(each: list) -> list[torch.Tensor]:
@@ -204,9 +230,8 @@ class _GradientSums:
     """Sums of the gradients of x, weight and bias over the chunks, in fp32 (fp64 for fp64); None if not needed."""
 
     def __init__(self, x, weight, bias, needs):
-        wide = torch.promote_types(x.dtype, torch.float32)
         self.of_all = tuple(
-            torch.zeros_like(t, dtype=wide) if needed else None
+            torch.zeros_like(t, dtype=_wide(x.dtype)) if needed else None
             for t, needed in zip((x, weight, bias), needs[:3], strict=True)
         )
 
@@ -235,10 +260,20 @@ def _accumulate(a, b, total) -> None:
         matmul.accumulate_operator(a, b, total)
 
 
-def _chunks(tokens: int, classes: int, element_bytes: int) -> list[slice]:
-    """Return the tokens of each chunk; the same on every rank, for the largest shard of the classes."""
-    size = max(_LEAST_TOKENS, _CHUNK_BYTES // (max(classes, 1) * element_bytes) // 128 * 128)
+def _chunks(x: torch.Tensor, classes: int, trains: bool) -> list[slice]:
+    """Return the tokens of each chunk; the same on every rank, for the largest shard of the classes.
+
+    A chunk of a weight that trains has 4096 tokens or more, if its logits are then no larger than the sum of dw.
+    """
+    (tokens, features), bytes_each = x.shape, x.element_size()
+    as_many_bytes = features * _wide(x.dtype).itemsize // bytes_each
+    least = min(max(_LEAST_TOKENS, as_many_bytes), _MOST_LEAST_TOKENS) if trains else _LEAST_TOKENS
+    size = max(least, _CHUNK_BYTES // (max(classes, 1) * bytes_each) // 128 * 128)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] or [slice(0, 0)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _logits(x, weight, bias) -> torch.Tensor:

@@ -154,7 +154,7 @@ class FusedLinearFunction(torch.autograd.Function):
         x, weight, z = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dz = ACTIVATIONS[ctx.activation].backward(dy, z) if ctx.activation else dy
-        dx = _linear_dgrad(dz, weight) if needs_x else None
+        dx = linear_dgrad_operator(dz, weight) if needs_x else None
         dw = linear_wgrad_operator(dz, x) if needs_weight else None
         db = column_sums(dz) if needs_bias else None
         return dx, dw, db, None
@@ -258,7 +258,7 @@ def _halves_of(gate, up):
 linear_operator = register(
     "linear(Tensor x, Tensor weight, Tensor? bias, str? activation) -> (Tensor, Tensor)", _linear_operator, _linear_fake
 )
-_linear_dgrad = register(
+linear_dgrad_operator = register(
     "linear_dgrad(Tensor dz, Tensor weight) -> Tensor",
     multiply,
     lambda dz, weight: dz.new_empty((*dz.shape[:-1], weight.size(1))),

@@ -1,5 +1,6 @@
 """parallel_linear_cross_entropy against torch's linear layer and loss: loss, all gradients, and the memory of both."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -50,8 +51,9 @@ def loss_and_gradients(function, x, weight, bias, target, **options):
 def check_against_two_ops(rank, dtype, preference="auto", least_tokens=3):
     linear_cross_entropy._LEAST_TOKENS, linear_cross_entropy._CHUNK_BYTES = least_tokens, 0
     world = dist.get_world_size()
-    for vocabulary, tokens in ((13, 7), (max(world, 2), 3), (130, 6)):
-        x, weight, bias, target = drawn(tokens, vocabulary, 9, dtype, seed=vocabulary)
+    sizes_drawn = ((13, 7, 9), (13, 7, 2), (max(world, 2), 3, 2), (130, 6, 2))  # all logits are kept, or some chunks
+    for vocabulary, tokens, features in sizes_drawn:
+        x, weight, bias, target = drawn(tokens, vocabulary, features, dtype, seed=vocabulary)
         sizes = weft.split_sizes(vocabulary, world)
         for smoothing, reduction, has_bias in itertools.product((0.0, 0.3), ("mean", "sum", "none"), (True, False)):
             options = dict(label_smoothing=smoothing, reduction=reduction)
@@ -133,8 +135,11 @@ def check_that_compile_traces_it_whole(dtype):
     return traced
 
 
-def test_main_grad_takes_the_gradient_of_the_weight():
-    x, weight, _, target = drawn(5, 40, 8, torch.bfloat16)
+@pytest.mark.parametrize("tokens", [5, 40])  # of 8 features: with all logits, in chunks
+def test_main_grad_takes_the_gradient_of_the_weight(monkeypatch, tokens):
+    monkeypatch.setattr(linear_cross_entropy, "_LEAST_TOKENS", 3)
+    monkeypatch.setattr(linear_cross_entropy, "_CHUNK_BYTES", 0)
+    x, weight, _, target = drawn(tokens, 40, 8, torch.bfloat16)
     (_, _, plain, _), (_, _, exact, _) = (
         plain_loss(x.to(to), weight.to(to), None, target) for to in (x.dtype, torch.float64)
     )
@@ -177,22 +182,79 @@ def test_logits_exist_one_chunk_at_a_time(monkeypatch):
     assert largest == 32 * 8192 * 4 < 256 * 8192 * 4
 
 
+PRODUCTS = {
+    linear_cross_entropy.matmul: ("linear_operator", "linear_dgrad_operator", "linear_wgrad_operator"),
+    linear_cross_entropy: ("_accumulate",),
+}
+
+
 @pytest.mark.parametrize(
-    ("reduction", "dtype", "products"),
-    [("mean", torch.float32, 3), ("sum", torch.float64, 3), ("none", torch.float32, 4), ("mean", torch.float16, 4)],
+    ("reduction", "dtype", "tokens", "products"),
+    [
+        *[("mean", torch.float32, 40, 3), ("sum", torch.float64, 40, 3)],
+        *[("none", torch.float32, 40, 4), ("mean", torch.float16, 60, 4)],
+        *[("none", torch.float32, 24, 3), ("mean", torch.float16, 48, 3), ("mean", torch.bfloat16, 48, 3)],
+    ],
 )
-def test_a_reduced_loss_takes_three_products(monkeypatch, reduction, dtype, products):
-    """The logits once: forward makes the gradients of them. In fp16 they would lose the loss's scale."""
+def test_a_loss_takes_three_products_where_its_logits_or_gradients_can_be_kept(
+    monkeypatch, reduction, dtype, tokens, products
+):
+    """All logits where they are no larger than dw in fp32, of 24 features; else the gradients of a reduced loss.
+
+    In fp16 gradients that forward makes would lose the loss's scale.
+    """
     counted = []
-    for module, name in ((linear_cross_entropy.matmul, "linear_operator"), (linear_cross_entropy, "_accumulate")):
-        product = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, product=product: (counted.append(1), product(*a))[1])
-    x, weight, bias, target = drawn(40, 300, 24, dtype)
+    for module, names in PRODUCTS.items():
+        for name in names:
+            product = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, product=product: (counted.append(1), product(*a))[1])
+    x, weight, bias, target = drawn(tokens, 300, 24, dtype)
     loss_and_gradients(fused_linear_cross_entropy, x, weight, bias, target, reduction=reduction)
     assert len(counted) == products
     with torch.no_grad():
         fused_linear_cross_entropy(x, weight.requires_grad_(), target, reduction=reduction)
     assert len(counted) == products + 1
+
+
+def test_all_logits_are_kept_for_one_loss_of_a_weight_at_a_time(monkeypatch):
+    counted = []
+    logits = linear_cross_entropy._logits
+    monkeypatch.setattr(linear_cross_entropy, "_logits", lambda *a: (counted.append(1), logits(*a))[1])
+    x, weight, _, target = drawn(20, 300, 24, torch.float32)
+    weight.requires_grad_()
+    losses = [fused_linear_cross_entropy(x, weight, target) for _ in range(3)]
+    (expected,) = torch.autograd.grad(F.cross_entropy(F.linear(x, weight), target), weight)
+    for loss, times in zip(losses, (3, 4, 5), strict=True):
+        torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], expected)
+        assert len(counted) == times, "the first loss alone has kept its logits"
+    fused_linear_cross_entropy(x, weight, target).backward()
+    assert len(counted) == 6, "kept again"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_backward_computes_the_logits_that_the_first_overwrote(reduction):
+    x, weight, bias, target = drawn(20, 300, 24, torch.float32)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    plain = torch.autograd.grad(F.cross_entropy(F.linear(x, weight, bias), target, reduction="sum"), leaves)
+    with torch.autograd.graph.save_on_cpu() if reduction == "none" else contextlib.nullcontext():
+        loss = fused_linear_cross_entropy(x, weight, target, bias, reduction=reduction).sum()
+    share = 1 / 19 if reduction == "mean" else 1.0  # one target is ignored
+    for factor in (1.0, 3.0, -2.0):
+        found = torch.autograd.grad(loss * factor, leaves, retain_graph=True)
+        for result, expected in zip(found, plain, strict=True):
+            torch.testing.assert_close(result, expected * factor * share)
+
+
+def test_chunks_of_a_weight_that_trains_are_as_long_as_the_sum_of_its_gradient_allows():
+    def sizes(features, dtype, trains, tokens=20000, classes=128256):
+        x = torch.empty(tokens, features, dtype=dtype, device="meta")
+        return [rows.stop - rows.start for rows in linear_cross_entropy._chunks(x, classes, trains)]
+
+    assert sizes(4096, torch.bfloat16, True) == [4096] * 4 + [3616]
+    assert sizes(1024, torch.bfloat16, True)[0] == 2048 and sizes(256, torch.bfloat16, True)[0] == 1024
+    assert sizes(2048, torch.float32, True)[0] == 2048
+    assert sizes(4096, torch.bfloat16, False)[0] == 1024, "no dw is read and written"
+    assert sizes(4096, torch.bfloat16, True, classes=100) == [20000]
 
 
 def test_gradients_of_one_loss_at_a_time_wait_for_backward(monkeypatch):
@@ -214,14 +276,15 @@ def test_gradients_of_one_loss_at_a_time_wait_for_backward(monkeypatch):
     assert len(counted) == 5, "in forward again"
 
 
-def test_a_loss_that_is_scaled_later_and_one_of_ignored_targets_alone():
-    x, weight, bias, target = drawn(40, 300, 24, torch.float32)
+@pytest.mark.parametrize("tokens", [20, 40])  # of 24 features: with all logits, in chunks
+def test_a_loss_that_is_scaled_later_and_one_of_ignored_targets_alone(tokens):
+    x, weight, bias, target = drawn(tokens, 300, 24, torch.float32)
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     loss = fused_linear_cross_entropy(x, weight, target, bias)
     plain = torch.autograd.grad(loss, leaves, retain_graph=True)
     for result, expected in zip(torch.autograd.grad(loss * 3, leaves), plain, strict=True):
         torch.testing.assert_close(result, 3 * expected)
-    nothing = fused_linear_cross_entropy(x, weight, torch.full((40,), -100), bias)
+    nothing = fused_linear_cross_entropy(x, weight, torch.full((tokens,), -100), bias)
     assert not any(gradient.any() for gradient in torch.autograd.grad(nothing, leaves))
 
 
