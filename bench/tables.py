@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 RESULTS = Path("bench") / "results"
@@ -30,9 +31,9 @@ def written(page: str, root: Path) -> str:
     """
 
     def table(place: re.Match) -> str:
-        file, make = TABLES[place[2]]
-        saved = json.loads((root / RESULTS / f"{file}.json").read_text())
-        return f"{place[1]}\n{_markdown(make(saved['rows']))}\n{place[4]}"
+        files, make = TABLES[place[2]]
+        rows = [row for file in sorted((root / RESULTS).glob(f"{files}.json")) for row in _rows(file)]
+        return f"{place[1]}\n{_markdown(make(rows))}\n{place[4]}"
 
     def lines(place: re.Match) -> str:
         marker, file, first, after, _, end = place.groups()
@@ -46,7 +47,11 @@ def written(page: str, root: Path) -> str:
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", root / "bench" / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def _rows(file: Path) -> list[Row]:
+    return json.loads(file.read_text()).get("rows", [])
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -375,10 +380,29 @@ def _lora(rows: list[Row]) -> list[list[str]]:
     ]
 
 
+def _kernels(rows: list[Row]) -> list[list[str]]:
+    """Return a line for each op and peer, with the geometric mean of the peer's medians over ours, and their range."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if not row.get("times") or row["op"].endswith("tiles"):
+            continue
+        # Losses are of two sizes that differ in kind; the vocabulary is the last number of a shape.
+        of = f", {int(re.findall(r'[0-9]+', row['shape'].split()[-2])[-1]):,} words" if "entropy" in row["op"] else ""
+        ours = row["times"]["ours"]["p50_us"]
+        for name, time in row["times"].items():
+            if name != "ours":
+                ratios.setdefault((row["op"] + of, name), []).append(time["p50_us"] / ours)
+    lines = [["", "beside", "rows", "speed of ours"]]
+    for (op, peer), found in ratios.items():
+        spread = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
+        lines.append([op, peer, str(len(found)), f"{geometric_mean(found):.2f}{spread}"])
+    return lines
+
+
 MOST_HELD = 0.6  # the share of the parameters that a split family holds on a rank of two
 
 
-# Name between the marks: (file of results, function that makes the heading and the lines).
+# Name between the marks: (file of results or a pattern of several, function that makes the heading and the lines).
 TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "linear": (f"{_CPU}/linear", _linear),
     "collectives": (f"{_CPU}/collectives", _collectives),
@@ -393,6 +417,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], list[list[str]]]]] = {
     "host_calls": (f"{_CPU}/host_calls", _host_calls),
     "attention": (f"{_CPU}/attention", _attention),
     "paradigms": (f"{_CPU}/paradigms", _paradigms),
+    "kernels": ("nvidia-h200/*", _kernels),
     "static figures": ("static_figures", _static_figures),
     "generate": (f"{_CPU}/generate", _generate),
     "lora": (f"{_CPU}/lora", _lora),

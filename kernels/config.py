@@ -21,7 +21,8 @@ from weft.kernels.language import VERSION
 class MatmulConfig:
     """A tile of block_m x block_n outputs, block_k deep; tiles run in columns of group_m, with K in split_k pieces.
 
-    group_m and split_k are arguments of the compiled kernel, so one variant serves all their values.
+    group_m and split_k are arguments of the compiled kernel, so one variant serves all their values. If block_n is no
+    power of two, the tile has two sums, since Triton's blocks are powers of two: see `rest_n`.
     """
 
     block_m: int
@@ -32,18 +33,28 @@ class MatmulConfig:
     group_m: int = 8
     split_k: int = 1
 
+    @property
+    def rest_n(self) -> int:
+        """The columns beyond the largest power of two in block_n: 64 of 192."""
+        return self.block_n - (1 << self.block_n.bit_length() - 1)
+
     def compiled(self) -> "MatmulConfig":
         return replace(self, group_m=8, split_k=1)
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """block_m queries against block_n keys at a time."""
+    """block_m queries against block_n keys at a time.
+
+    With `ahead`, forward issues the product with the next keys before the exponentials of these, so that both run at
+    once. The bits are the same, and backward has no such kernels.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    ahead: bool = False
 
     def compiled(self) -> "AttentionConfig":
         return self

@@ -1,12 +1,14 @@
 """Which configuration runs: explicit, table, heuristic, error; and tables read back as they were written."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from weft.kernels import config
+from weft.kernels import attention_tiles, config
 from weft.kernels.config import AttentionConfig, Entry, choose, chosen, nearest, table, table_text
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 LISTED = (AttentionConfig(64, 64, 4, 2), AttentionConfig(128, 64, 8, 3), AttentionConfig(32, 32, 4, 2))
 PROBLEM = {"m": 4096, "causal": True, "dtype": "bfloat16"}
 ENTRY = Entry(PROBLEM, LISTED[1], ours_us=10.0, peer_us=12.0)
@@ -81,3 +83,29 @@ def test_a_table_is_read_back_as_written_and_says_where_it_was_measured(tables):
     assert table("attention", "sm_90", AttentionConfig) == (ENTRY,)
     assert json.loads((tables / "sm_90" / "attention.json").read_text())["measured_on"] == {"device": "a device"}
     assert table("attention", "sm_80", AttentionConfig) == ()
+
+
+@pytest.mark.parametrize(("kind", "op"), [("forward", "forward"), ("dkdv", "backward"), ("dq", "backward")])
+def test_the_shipped_table_of_attention_has_the_measured_rows(kind, op):
+    """Beside torch's flash attention, and in the tiles that the heuristic takes, as the bench ran it."""
+    rows = json.loads((RESULTS / "nvidia-h200" / "attention_chunk.json").read_text())["rows"]
+    entries = config.table(f"attention_{kind}", "sm_90", AttentionConfig)
+    expected = [row for row in rows if row["op"] == f"attention {op}"]
+    assert len(entries) == len(expected) == 6
+    for entry, row in zip(entries, expected, strict=True):
+        problem = entry.problem
+        mask = "causal" if problem["bounded"] else "full"
+        assert row["shape"] == f"64:8 heads, {problem['queries']} x {problem['head_dim']}, {mask}"
+        assert (entry.ours_us, entry.peer_us) == tuple(row["times"][name]["p50_us"] for name in ("ours", "flash"))
+        assert entry.config == attention_tiles.listed(kind, "sm_90", problem["head_dim"])[0]
+
+
+@pytest.mark.parametrize(("bounded", "faster"), [(True, True), (False, False)])
+def test_a_measured_size_of_attention_decides_between_kernel_and_library(bounded, faster):
+    problem = {"queries": 6000, "keys": 6000, "head_dim": 64, "value_dim": 64, "bounded": bounded}
+    entry = config.measured(
+        "attention_dkdv", "sm_90", problem | {"dropout": False, "dtype": "bfloat16"}, AttentionConfig
+    )
+    assert entry is not None and (entry.ours_us <= entry.peer_us) == faster
+    other = problem | {"queries": 2000, "dropout": False, "dtype": "bfloat16"}
+    assert config.measured("attention_dkdv", "sm_90", other, AttentionConfig) is None, "8192 serves 4096 and more"
