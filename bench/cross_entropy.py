@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from weft.bench.device_time import LIMIT, Contest, measure
 from weft.bench.suites import positive
 from weft.bench.table import Row
+from weft.ops import linear_cross_entropy
 from weft.ops.cross_entropy import fused_cross_entropy
 from weft.ops.linear_cross_entropy import fused_linear_cross_entropy
 from weft.testing import cases
@@ -103,11 +105,16 @@ def contest_with_layer(
         for name, result, in_16_bits, in_64_bits in zip(("dx", "dw"), results, plain, exact, strict=True):
             assert_close(result, in_16_bits, in_64_bits, name)
 
+    def in_chunks(*arguments):
+        with patch.object(linear_cross_entropy, "_KEEPS_LOGITS", False):
+            return fused_linear_cross_entropy(*arguments)
+
+    peers = {**_peers(two_ops, _WITH_LAYER, compiled), "ours in chunks": in_chunks}
     return Contest(
         "linear and cross entropy",
         f"{tokens} x {features} x {vocabulary} bfloat16",
         lambda: step(fused_linear_cross_entropy),
-        {name: partial(step, loss) for name, loss in _peers(two_ops, _WITH_LAYER, compiled).items()},
+        {name: partial(step, loss) for name, loss in peers.items()},
         check,
         3 * 2 * tokens * features * vocabulary,  # the three products that a step needs
         0,

@@ -17,6 +17,7 @@ from weft.ops.backward import as_matrix, first_order
 from weft.ops.cross_entropy import check_options, check_targets, gradient_, merged_losses, part_statistics
 
 _CHUNK_BYTES = 1 << 26  # of logits that exist at a time
+_KEEPS_LOGITS = True  # all of them where they fit; the bench has the chunks beside that
 _waiting = WeakIdKeyDictionary()  # weights, each with a weak reference to what waits for a loss's backward
 _LEAST_TOKENS, _MOST_LEAST_TOKENS = 1024, 4096  # of a chunk: with fewer it would spend its time on the sum of dw
 
@@ -99,7 +100,7 @@ def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction)
         )
     # Not whether anything waits: ranks must agree on the chunks.
     trains = torch.is_grad_enabled() and weight.requires_grad
-    whole = trains and target.numel() * x.element_size() <= weight.size(1) * _wide(x.dtype).itemsize
+    whole = _KEEPS_LOGITS and trains and target.numel() * x.element_size() <= weight.size(1) * _wide(x.dtype).itemsize
     ahead = whole or (torch.is_grad_enabled() and reduction != "none" and x.dtype != torch.float16)
     token = None
     if ahead and weight.requires_grad and not torch.compiler.is_compiling():

@@ -42,6 +42,7 @@ from weft.bench import (
     several_gpus_rank,
     tune,
 )
+from weft.bench import cross_entropy as loss_bench
 from weft.bench import matmul as matmul_bench
 from weft.bench.matmul import products, shards
 from weft.bench.measure import Quantiles
@@ -135,6 +136,17 @@ def test_every_tile_of_attention_is_a_contender_that_is_checked(device, monkeypa
     tiles = attention_tiles.listed("forward", launch.architecture_of(device), 16)
     assert list(made.peers)[: len(tiles)] == [f"ours {tile}" for tile in tiles]
     made.check()
+
+
+def test_the_losses_bench_measures_right_results(device):
+    logits = loss_bench.contest(40, 48, device, compiled=False)
+    logits.check()
+    layer = loss_bench.contest_with_layer(40, 32, 48, device, compiled=False)
+    layer.check()
+    assert "eager" in logits.peers and {"eager", "ours in chunks"} <= set(layer.peers)
+    whole, chunks = layer.ours(), layer.peers["ours in chunks"]()
+    for name, ours, theirs in zip(("dx", "dw"), whole, chunks, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3, msg=name)
 
 
 def test_peers_of_other_packages_are_called_as_they_are_published(monkeypatch):
