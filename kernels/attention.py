@@ -130,6 +130,7 @@ def attention_forward(
         *_strides(previous_out, 4),
         *_strides(previous_lse, 3),
         *out.stride(),
+        AHEAD=config.ahead,
     )
     return out, lse
 
@@ -385,6 +386,22 @@ def _strides(tensor: torch.Tensor | None, dimensions: int) -> tuple[int, ...]:
     return (0,) * dimensions if tensor is None else tensor.stride()
 
 
+@triton.jit
+def _products(q_tile, k, batch, kv_head, row, end, head_dim, strides, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+              MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
+    """Return the products of the queries with the keys from `row` on."""
+    k_tile = load_tile(k, batch, kv_head, row, end, head_dim, strides, BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)
+    return launch.dot(q_tile, tl.trans(k_tile), tl.zeros((q_tile.shape[0], BLOCK_N), tl.float32), "ieee")
+
+
+@triton.jit
+def _whole_products(number, whole, bounds, runs, keys, q_tile, k, batch, kv_head, head_dim, strides,
+                    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr):  # fmt: skip
+    """Return the products with a tile of the list of whole ones; behind the last of them zeros, and nothing is read."""
+    row = tl.where(number < whole, seen_tile(number, bounds, runs, keys, False, BLOCK_N)[0], keys)
+    return _products(q_tile, k, batch, kv_head, row, keys, head_dim, strides, BLOCK_N, BLOCK_D, True, DESCRIPTORS)
+
+
 @triton.jit(do_not_specialize=[*NUMBERS, "stride_plb", "stride_plh", "stride_pls"])
 def _forward_kernel(
     q,  # [B, H, Sq, D]
@@ -411,7 +428,7 @@ def _forward_kernel(
     stride_ob, stride_oh, stride_os, stride_od,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     seed = seed_of(seed_low, seed_high)
     # 1. Find this program's queries.
@@ -442,15 +459,25 @@ def _forward_kernel(
 
     # 3. Add keys that every query of the tile sees, then keys that some queries see. The sums are in base 2.
     bounds, whole, partial = seen_tiles(key_runs, lowest, highest, left, right, query_documents is not None, BLOCK_N)
+    # AHEAD: the product with the next whole tile is issued before the exponentials of this one, so that both run at
+    # once. It follows the last use of this tile's scores, whose registers it takes: at the head of a turn it costs 64
+    # copies (588 instructions a turn at head dim 128, here 524). The last turn has one product too many, beside its
+    # exponentials; without it, the last tile would need code of its own, 456 instructions more.
+    k_strides = stride_kb, stride_kh, stride_ks, stride_kd
     for MASKED in tl.static_range(2):
+        if AHEAD and not MASKED:
+            following = _whole_products(0, whole, bounds, key_runs, keys, q_tile, k, batch, kv_head, head_dim,
+                                        k_strides, BLOCK_N, BLOCK_D, DESCRIPTORS)  # fmt: skip
         for number in range(partial if MASKED else whole):
             k_row, k_position, k_end, k_stop = seen_tile(number, bounds, key_runs, keys, MASKED, BLOCK_N)
             k_position, held = k_position[None, :], (q_position, q_row[:, None], end)
             numbered_head = head_start + head
-            k_tile = load_tile(k, batch, kv_head, k_row, k_end, head_dim, (stride_kb, stride_kh, stride_ks, stride_kd),
-                               BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
-            zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            s, factor, _ = capped(launch.dot(q_tile, tl.trans(k_tile), zeros, "ieee"), scale, softcap, SOFTCAP)
+            if AHEAD and not MASKED:
+                products = following
+            else:
+                products = _products(q_tile, k, batch, kv_head, k_row, k_end, head_dim, k_strides,
+                                     BLOCK_N, BLOCK_D, MASKED, DESCRIPTORS)  # fmt: skip
+            s, factor, _ = capped(products, scale, softcap, SOFTCAP)
             if MASKED:
                 moving = k_position, (k_row + tl.arange(0, BLOCK_N))[None, :], k_end
                 visible = visible_pairs(held, moving, left, right, k_stop, (query_documents, stride_query_document),
@@ -460,7 +487,11 @@ def _forward_kernel(
             shift = new_highest
             if MASKED:
                 shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # 0 in rows that have seen no key yet
-            p = tl.exp2(s * factor - shift[:, None])
+            exponents = s * factor - shift[:, None]
+            if AHEAD and not MASKED:
+                following = _whole_products(number + 1, whole, bounds, key_runs, keys, q_tile, k, batch, kv_head,
+                                            head_dim, k_strides, BLOCK_N, BLOCK_D, DESCRIPTORS)  # fmt: skip
+            p = tl.exp2(exponents)
             fading = tl.exp2(highest_score - shift)
             exponentials = exponentials * fading + tl.sum(p, 1)
             o *= fading[:, None]

@@ -1,6 +1,7 @@
 """The attention kernels against plain attention in fp64: chunks, positions, masks, states, gradients."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -275,6 +276,82 @@ def test_every_configuration_gives_the_same_attention(device):
             found = attention_backward(q, k, v, dout, lse, delta, rules, **{f"{kind}_config": config})
             for number in numbers:
                 assert_close(found[number], plain[2 + number], exact[2 + number], f"{kind} {config}")
+
+
+TILES = 1 if launch.INTERPRETED else 8  # a GPU's tiles have so many times the interpreter's rows
+LATE = {"query_positions": Positions(53 * TILES, 17 * TILES)}
+SPLIT = {
+    "query_positions": Positions(30 * TILES, 9 * TILES, 80 * TILES, 8 * TILES),
+    "key_positions": Positions(0, 37 * TILES, 60 * TILES, 33 * TILES),
+}
+AHEAD = {
+    "all keys": (Rules(), {}),
+    "causal": (Rules(right=0), LATE),
+    "a window": (Rules(left=50 * TILES, right=9 * TILES), LATE),
+    "a window over two runs": (Rules(left=70 * TILES, right=0), SPLIT),
+    "no whole tile": (Rules(left=3, right=3), SPLIT),
+    "no tile": (Rules(right=0), {"key_positions": Positions(500 * TILES, 70 * TILES)}),
+    "softcap": (Rules(scale=0.9, softcap=2.0), SPLIT),
+    "dropout": (Rules(right=0, dropout=0.4, seed=5, head_start=3), SPLIT),
+    "documents": (Rules(right=0), LATE),
+}
+
+
+def calls_ahead(device, case):
+    """Yield forward with and without `ahead`, by each tile that has both, loaded by descriptors and by pointers."""
+    rules, places = AHEAD[case]
+    heads = {"heads": 4, "kv_heads": 2} if case == "all keys" else {}
+    q, k, v, dout = chunk(device, **heads, queries=17 * TILES, keys=70 * TILES, value_dim=32)
+    documents = {
+        "query_documents": torch.ones(1, 17 * TILES, dtype=torch.int64, device=device),
+        "key_documents": torch.arange(70 * TILES, device=device)[None] // (40 * TILES),
+    }
+    state = {"previous": (dout.float(), draw(device, *dout.shape[:3], seed=4))}
+    for number, load in enumerate((torch.clone, LAYOUTS["an odd offset"])):
+        given = [load(t) for t in (q, k, v)]
+        assert all(map(launch.describable, given)) == (load is torch.clone)
+        for continues in (False, True):
+            uses = {"dropout": rules.dropout, "documents": case == "documents", "state": continues,
+                    "softcap": rules.softcap}  # fmt: skip
+            tiles = listed("forward", launch.architecture_of(device), 64, [name for name, used in uses.items() if used])
+            pairs = [(after, replace(after, ahead=True)) for after in tiles if replace(after, ahead=True) in tiles]
+            options = {**places, **(documents if case == "documents" else {}), **(state if continues else {})}
+            for pair in pairs if not launch.INTERPRETED else pairs[(number + continues) % 2 :][:1]:
+                yield [partial(attention_forward, *given, rules, config=tile, **options) for tile in pair]
+
+
+@pytest.fixture
+def addresses(monkeypatch):
+    """The addresses that kernels load from, in the interpreter; on a GPU none."""
+    found = []
+    if launch.INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        load = InterpreterBuilder.create_masked_load
+
+        def listed_load(self, pointers, mask, *options, **more):
+            found.extend(pointers.data[mask.data].tolist())
+            return load(self, pointers, mask, *options, **more)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", listed_load)
+    return found
+
+
+@pytest.mark.parametrize("case", AHEAD)
+def test_a_product_ahead_changes_no_bit_and_loads_no_more(device, case, addresses):
+    every = list(calls_ahead(device, case))
+    assert len(every) == 4 or not launch.INTERPRETED
+    if not every:
+        pytest.skip("no tile of this device has a product ahead")
+    for calls in every:
+        results, loads = [], []
+        for call in calls:
+            addresses.clear()
+            results.append(call())
+            loads.append(sorted(addresses))
+        for after, ahead in zip(*results, strict=True):
+            assert torch.equal(after, ahead), calls[1].keywords["config"]
+        assert loads[0] == loads[1], calls[1].keywords["config"]
 
 
 def test_the_same_call_gives_the_same_bits(device):
