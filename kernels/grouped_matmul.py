@@ -28,7 +28,7 @@ from weft.kernels import launch
 from weft.kernels.activation import check_activation
 from weft.kernels.config import MatmulConfig, choose, chosen
 from weft.kernels.language import TensorDescriptor, cdiv, next_power_of_2, tl, triton
-from weft.kernels.matmul import PRECISIONS, _emit, _load, _strip
+from weft.kernels.matmul import PRECISIONS, _ask_for, _emit, _load, _strip, _widest_strip
 from weft.kernels.matmul_tiles import listed
 from weft.kernels.replay import replayed
 
@@ -216,14 +216,19 @@ def grouped_wgrad(
     problem = wgrad_problem_of(dz, x, groups, main_grad is not None)
     config = _choose(dz, problem, config, tiles, guess)
     programs = groups * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
+    stored = descriptors and launch.describable(out)
+    crowded = config.block_k > 64 and main_grad is not None
+    strip = min(config.block_n, _strip(dz, columns, False, crowded or not stored))
+    if stored and main_grad is None:
+        strip = _widest_strip(strip, config, dz, out)
     launch.launch(
         _grouped_wgrad_kernel,
         (programs,),
-        _described(dz, [config.block_k, config.block_m], descriptors),
-        _described(x, [config.block_k, config.block_n], descriptors),
+        _by_groups(dz, [1, config.block_k, config.block_m]) if descriptors else dz,
+        _by_groups(x, [1, config.block_k, config.block_n]) if descriptors else x,
         offsets,
         main_grad,
-        out,
+        TensorDescriptor.from_tensor(out, [1, config.block_m, strip]) if stored else out,
         rows,
         columns,
         groups,
@@ -232,11 +237,12 @@ def grouped_wgrad(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        STRIP=min(config.block_n, _strip(dz, columns, False, True)),
+        STRIP=strip,
         PRECISION=precision if dz.dtype == torch.float32 else "ieee",
         ROWS_OF_16=rows % 16 == 0,
         COLUMNS_OF_16=columns % 16 == 0,
         DESCRIPTORS=descriptors,
+        STORE_DESCRIPTOR=stored,
         OUT_DTYPE=launch.TRITON_TYPES[out.dtype],
         warps=config.warps,
         stages=config.stages,
@@ -275,6 +281,17 @@ def _described(operand: torch.Tensor, block: list[int], descriptors: bool):
     return TensorDescriptor.from_tensor(operand, block) if descriptors else operand
 
 
+def _by_groups(rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a descriptor of [R, N] as [R, R, N]: [i, j] is row i + j.
+
+    With the first row of a group as i, rows before the group have a negative j, for which zeros come (CUDA programming
+    guide, on negative indices). A descriptor of [R, N] ends with the matrix alone, so the rows of an expert that fill
+    no block took a second loop, without copies ahead, and up to 100 registers more.
+    """
+    count, width = rows.shape
+    return TensorDescriptor(rows, [count, count, width], [rows.stride(0), rows.stride(0), 1], block)
+
+
 def tiles_of(
     architecture: str, dtype: torch.dtype, *, gated: bool = False, descriptors: bool | None = None
 ) -> tuple[MatmulConfig, ...]:
@@ -286,7 +303,8 @@ def tiles_of(
     """
     if descriptors is None:
         descriptors = architecture not in launch.WITHOUT_COPY_ENGINE
-    return listed(architecture, dtype, narrow=gated or not descriptors)
+    every = listed(architecture, dtype, narrow=gated or not descriptors)
+    return tuple(tile for tile in every if not tile.rest_n)
 
 
 def _guess(tiles: Sequence[MatmulConfig], enough: Sequence[bool], odd: bool) -> MatmulConfig:
@@ -413,6 +431,7 @@ def _grouped_wgrad_kernel(
     ROWS_OF_16: tl.constexpr,
     COLUMNS_OF_16: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    STORE_DESCRIPTOR: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
 ):
     if ROWS_OF_16:
@@ -426,30 +445,27 @@ def _grouped_wgrad_kernel(
         row = (unit % tiles) // tiles_n * BLOCK_M
         column = (unit % tiles_n) * BLOCK_N
         first = tl.load(offsets + group)
-        last = tl.load(offsets + group + 1)
+        count = tl.load(offsets + group + 1) - first
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        masked = first
-        if DESCRIPTORS:  # which cannot hide the next group's rows
-            masked += (last - first) // BLOCK_K * BLOCK_K
-            for r in range(first, masked, BLOCK_K):
-                g = _load(dz, row, r, rows, last, 1, stride_dz, BLOCK_M, BLOCK_K, True, True)
-                w = _load(x, r, column, last, columns, stride_x, 1, BLOCK_K, BLOCK_N, True, False)
-                total = launch.dot(g, w, total, PRECISION)
-        for r in tl.range(masked, last, BLOCK_K, num_stages=1 if DESCRIPTORS else None):
-            g = _load(dz, row, r, rows, last, 1, stride_dz, BLOCK_M, BLOCK_K, DESCRIPTORS, True)
-            w = _load(x, r, column, last, columns, stride_x, 1, BLOCK_K, BLOCK_N, DESCRIPTORS, False)
-            if DESCRIPTORS:
-                own = r + tl.arange(0, BLOCK_K) < last
-                g = tl.where(own[None, :], g, 0.0).to(g.dtype)
-                w = tl.where(own[:, None], w, 0.0).to(w.dtype)
-            total = launch.dot(g, w, total, PRECISION)
         own = group.to(tl.int64) * rows * columns
+        own_addend = None
         if addend is not None:
             own_addend = addend + own
-        else:
-            own_addend = None
-        _emit(total, None, None, own_addend, out + own, None, None, 0, row, column, rows, columns, 0, columns, 1,
-              columns, 1, 0, BLOCK_M, BLOCK_N, STRIP, "none", False, False, OUT_DTYPE, False)  # fmt: skip
+            # Before the sum, which is short. In its loop, Triton's pipeline for sm_100 does not take the instruction.
+            _ask_for(own_addend, 0, row, column, rows, columns, columns, 1, BLOCK_M, BLOCK_N)
+        start = 0
+        if DESCRIPTORS:  # A block that is not whole comes first: they give zeros before the group's first row.
+            start = count - tl.cdiv(count, BLOCK_K) * BLOCK_K
+        for r in range(start, count, BLOCK_K):
+            g = _load_of(dz, first, row, r, rows, count, stride_dz, 1, stride_dz, BLOCK_M, BLOCK_K, DESCRIPTORS, True)
+            w = _load_of(x, first, r, column, count, columns, stride_x, stride_x, 1, BLOCK_K, BLOCK_N, DESCRIPTORS,
+                         False)  # fmt: skip
+            total = launch.dot(g, w, total, PRECISION)
+        own_out = out
+        if not STORE_DESCRIPTOR:
+            own_out = out + own
+        _emit(total, None, None, own_addend, own_out, None, None, group, row, column, rows, columns, 0, columns, 1,
+              columns, 1, 0, BLOCK_M, BLOCK_N, STRIP, "none", False, STORE_DESCRIPTOR, OUT_DTYPE, False)  # fmt: skip
 
 
 @triton.jit

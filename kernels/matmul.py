@@ -10,7 +10,8 @@
 2 M N K operations (4 M N K gated). Device memory: at least M K + K N elements read and M N written; A is read N /
 block_n times and B M / block_m times from L2. Matrices may have any strides and any size. If their rows are 16-byte
 aligned, the tensor copy engine of sm_90 and later loads them (tensor descriptors), else masked loads do. The sum over K
-is in fp32, in order, and is rounded once; bias, C and activation are applied in fp32 before that.
+is in fp32, in order, and is rounded once; bias, C and activation are applied in fp32 before that. A tile asks for its
+part of C in the last steps of the sum, so that C waits in L2 when the sum ends.
 
 A persistent grid walks the tiles in columns of group_m rows, so that the operands of the running programs stay in L2.
 Thin products (the shards of a layer over many ranks) have too few tiles to fill a device. For these split_k > 1 cuts K
@@ -30,6 +31,7 @@ from weft.kernels.activation import ACTIVATIONS, activate, check_activation, gat
 from weft.kernels.chunks import Rows
 from weft.kernels.config import MatmulConfig
 from weft.kernels.language import TensorDescriptor, cdiv, tl, triton
+from weft.kernels.launch import _INTERPRETED
 from weft.kernels.matmul_tiles import choose_tile, is_turned, listed, problem_of, tile_of_any_size
 from weft.kernels.replay import replayed
 
@@ -38,6 +40,7 @@ PRECISIONS = ("ieee", "tf32")
 COMMUNICATING_DTYPES = launch.DTYPES if launch.INTERPRETED else (torch.bfloat16, torch.float16)
 _COMBINE_BLOCK = 1024  # elements per program of the second kernel of a split product
 _NO_STRIDES = (0, 0)
+_AHEAD: tl.constexpr = tl.constexpr(16)  # last steps of a sum, in which its addend comes to L2; it divides each BLOCK_M
 _RESERVED_BYTES = 2048  # of the shared memory of a program: the system takes 1024, barriers the rest
 
 
@@ -168,14 +171,15 @@ def _launch_product(
 ):  # fmt: skip
     (rows, depth), columns = a.shape, b.size(1)
     units = cdiv(rows, config.block_m) * cdiv(columns, config.block_n) * splits
-    resident = 2 if config.block_m * config.block_n <= 64 * 128 else 1
     meeting = arrivals or departures
     processors = meeting.peers.processors if meeting else launch.multiprocessors(a.device)
-    programs = min(units, processors * resident)
+    programs = min(units, processors * _resident(config))
     a_turned, b_turned = is_turned(a), is_turned(b)
     descriptors = problem.aligned and launch.has_copy_engine(a.device)
     stored = partials is None and not departures and launch.has_copy_engine(out.device) and launch.describable(out)
-    a_block, b_block = (config.block_m, config.block_k), (config.block_k, config.block_n)
+    rest = config.rest_n
+    first = config.block_n - rest
+    a_block, b_block, second = (config.block_m, config.block_k), (config.block_k, first), b if rest else b_up
 
     def operand(matrix, block, turned):
         if matrix is None or not descriptors:
@@ -189,16 +193,16 @@ def _launch_product(
     target = partials if partials is not None else out
     adds = b_up is not None or z is not None or (meeting is not None and not descriptors)
     crowded = config.block_k > 64 and target is not None and target.dtype != a.dtype  # in shared memory
-    strip = min(config.block_n, _strip(a, columns, splits > 1, adds or crowded))
+    strip = min(rest or first, _strip(a, columns, splits > 1, adds or crowded))
     fused = (bias, addend, z, b_up, meeting)
     if descriptors and stored and activation == "none" and all(each is None for each in fused):
-        strip = _widest_strip(strip, config, a, out, resident)
+        strip = _widest_strip(strip, config, a, out)
     launch.launch(
         _matmul_kernel,
         (programs,),
         operand(a, a_block, a_turned),
         operand(b, b_block, b_turned),
-        operand(b_up, b_block, b_turned),
+        operand(second, (config.block_k, rest or first), b_turned),
         bias,
         addend,
         TensorDescriptor.from_tensor(out, [config.block_m, strip]) if stored else target,
@@ -209,7 +213,7 @@ def _launch_product(
         # A descriptor holds its strides. They are 0 here, so that variants do not differ in unused arguments.
         *(_NO_STRIDES if descriptors else a.stride()),
         *(_NO_STRIDES if descriptors else b.stride()),
-        *(_NO_STRIDES if descriptors or b_up is None else b_up.stride()),
+        *(_NO_STRIDES if descriptors or second is None else second.stride()),
         bias.stride(0) if bias is not None else 0,
         *(addend.stride() if addend is not None else _NO_STRIDES),
         *(_NO_STRIDES if stored or target is None else target.stride()[-2:]),
@@ -220,7 +224,8 @@ def _launch_product(
         programs,
         *_meeting_arguments(arrivals, departures, config.block_m, a.device),
         BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        BLOCK_N=first,
+        REST=rest,
         BLOCK_K=config.block_k,
         STRIP=strip,
         ACTIVATION=activation,
@@ -241,6 +246,11 @@ def _launch_product(
     )
 
 
+def _resident(config: MatmulConfig) -> int:
+    """Return the number of programs of a tile that a multiprocessor holds."""
+    return 2 if config.block_m * config.block_n <= 64 * 128 else 1
+
+
 def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
     """Return the number of columns that a program writes at a time.
 
@@ -248,7 +258,7 @@ def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
     divide have an address each.
 
     Args:
-        adds: the program writes z, has a second sum, has flags together with its operands' addresses, or has as much of
+        adds: the program writes z, is gated, has flags together with its operands' addresses, or has as much of
             the operands in shared memory as leaves no room for 64 columns of fp32.
     """
     odd = columns % 16 != 0
@@ -257,15 +267,15 @@ def _strip(a: torch.Tensor, columns: int, split: bool, adds: bool) -> int:
     return 32 if split or adds else 64
 
 
-def _widest_strip(strip: int, config: MatmulConfig, a: torch.Tensor, out: torch.Tensor, resident: int) -> int:
+def _widest_strip(strip: int, config: MatmulConfig, a: torch.Tensor, out: torch.Tensor) -> int:
     """Return the widest strip of a tile that the copy engine stores and nothing else is done with.
 
     Each strip waits until the one before it has left the shared memory, so a program waits least with the whole tile in
     one. Nothing but that memory bounds it: it has no addresses, and as many programs must fit as before.
     """
-    free = launch.SHARED_LIMIT_BYTES.get(launch.architecture_of(a.device), 0) // resident - _RESERVED_BYTES
+    free = launch.SHARED_LIMIT_BYTES.get(launch.architecture_of(a.device), 0) // _resident(config) - _RESERVED_BYTES
     free -= config.stages * (config.block_m + config.block_n) * config.block_k * a.element_size()
-    while strip < config.block_n and 2 * strip * config.block_m * out.element_size() <= free:
+    while strip < (config.rest_n or config.block_n) and 2 * strip * config.block_m * out.element_size() <= free:
         strip *= 2
     return strip
 
@@ -359,6 +369,23 @@ def _load(matrix, row, column, rows, columns, stride_row, stride_column, ROWS: t
 
 
 @triton.jit
+def _ask_for(matrix, part, row, column, rows, columns, stride_row, stride_column, ROWS: tl.constexpr,
+             COLUMNS: tl.constexpr):  # fmt: skip
+    """Let ROWS rows of the tile at (row, column) come to L2, from its row part * ROWS on; nothing if part < 0.
+
+    Nothing waits for them, and a thread has an address at most for each 32 bytes of fp32. There is no branch: ptxas
+    would serialise the wgmma of two sums around it (C7515).
+    """
+    if not _INTERPRETED:
+        r = tl.minimum(row + part * ROWS + tl.arange(0, ROWS), rows - 1).to(tl.int64)[:, None]
+        c = tl.minimum(column + 8 * tl.arange(0, COLUMNS // 8), columns - 1).to(tl.int64)[None, :]
+        pointers = matrix + r * stride_row + c * stride_column
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [pointers, part], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
 def _finish(total, total_up, z, z_offsets, z_up, inside, ACTIVATION: tl.constexpr):
     """Store z if it is not None and apply the activation; gated if total_up is not None."""
     if z is not None:
@@ -422,7 +449,10 @@ def _emit(total, total_up, bias, addend, out, destinations, z, piece, row, colum
             y = _finish(total, total_up, z, r * stride_z_row + c, columns, inside, ACTIVATION)
             y = launch.rounded(y, OUT_DTYPE)
             if STORE_DESCRIPTOR:
-                out.store([row, column], y)
+                if len(out.shape) == 3:
+                    out.store([piece, row, column], y.reshape(1, BLOCK_M, WIDTH))
+                else:
+                    out.store([row, column], y)
             elif destinations is not None:
                 tl.store(there + c, y, mask=inside)
             else:
@@ -437,7 +467,7 @@ def _emit(total, total_up, bias, addend, out, destinations, z, piece, row, colum
 def _matmul_kernel(
     a,  # [M, K]
     b,  # [K, N]
-    b_up,  # [K, N] or None
+    b_up,  # [K, N] or None; where REST it is b, in blocks of REST columns
     bias,  # [N] or [2N] or None
     addend,  # [M, N] or None
     out,  # [M, N]; partial sums [splits, M, N or 2N] fp32 where SPLIT
@@ -474,6 +504,7 @@ def _matmul_kernel(
     rank,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    REST: tl.constexpr,  # further columns of the tile, of which the second sum is; 0 if there are none
     BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -497,8 +528,10 @@ def _matmul_kernel(
     if DEPTH_OF_16:
         depth = depth // 16 * 16
     tiles_m = tl.cdiv(rows, BLOCK_M)
-    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tiles_n = tl.cdiv(columns, BLOCK_N + REST)
     tiles = tiles_m * tiles_n
+    UP_N: tl.constexpr = REST if REST else BLOCK_N  # columns of the second sum
+    UP_AT: tl.constexpr = BLOCK_N if REST else 0  # its first one in the tile
     # With two sums, a flattened loop resets them by selects, for which ptxas serialises every wgmma (warning C7515).
     FLATTEN: tl.constexpr = b_up is None
     for unit in tl.range(tl.program_id(0), tiles * splits, programs, flatten=FLATTEN):
@@ -515,7 +548,7 @@ def _matmul_kernel(
             final = tl.load(order + 3 * turn + 2)
         else:
             row = turn * BLOCK_M
-        column = (within // height) * BLOCK_N
+        column = (within // height) * (BLOCK_N + REST)
         start = piece * steps * BLOCK_K
         if arrivals is not None:
             for chunk in range(first, final + 1):
@@ -527,32 +560,41 @@ def _matmul_kernel(
         # 2. Sum over the piece, in order.
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if b_up is not None:
-            total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            total_up = tl.zeros((BLOCK_M, UP_N), tl.float32)
         else:
             total_up = None
         for step in range(steps):
+            if addend is not None:
+                _ask_for(addend, step - steps + _AHEAD, row, column, rows, columns, stride_addend_row,
+                         stride_addend_column, BLOCK_M // _AHEAD, BLOCK_N + UP_AT)  # fmt: skip
             k = start + step * BLOCK_K
             x = _load(a, row, k, rows, depth, stride_a_row, stride_a_column, BLOCK_M, BLOCK_K, DESCRIPTORS, A_TURNED)
             w = _load(b, k, column, depth, columns, stride_b_row, stride_b_column, BLOCK_K, BLOCK_N, DESCRIPTORS,
                       B_TURNED)  # fmt: skip
             total = launch.dot(x, w, total, PRECISION)
             if b_up is not None:
-                w_up = _load(b_up, k, column, depth, columns, stride_b_up_row, stride_b_up_column, BLOCK_K, BLOCK_N,
-                             DESCRIPTORS, B_TURNED)  # fmt: skip
+                w_up = _load(b_up, k, column + UP_AT, depth, columns, stride_b_up_row, stride_b_up_column, BLOCK_K,
+                             UP_N, DESCRIPTORS, B_TURNED)  # fmt: skip
                 total_up = launch.dot(x, w_up, total_up, PRECISION)
 
         # 3. Write the partial sum, or the result with everything after the sum. After a wait that gave up, write
         # nothing to other ranks' memory: they may still read there the rows of the previous call.
         if arrivals is not None:
             total *= signal.poison(spoiled)
+            if REST:
+                total_up *= signal.poison(spoiled)
         if departures is not None:
             sound = signal.is_sound(spoiled)
             reach = tl.where(sound, rows, 0)
         else:
             reach = rows
-        _emit(total, total_up, bias, addend, out, destinations, z, piece, row, column, reach, columns, stride_bias,
-              stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
+        _emit(total, None if REST else total_up, bias, addend, out, destinations, z, piece, row, column, reach, columns,
+              stride_bias, stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
               BLOCK_M, BLOCK_N, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE, ALIGNED)  # fmt: skip
+        if REST:
+            _emit(total_up, None, bias, addend, out, destinations, z, piece, row, column + BLOCK_N, reach, columns,
+                  stride_bias, stride_addend_row, stride_addend_column, stride_out_row, stride_out_column, stride_z_row,
+                  BLOCK_M, REST, STRIP, ACTIVATION, SPLIT, STORE_DESCRIPTOR, OUT_DTYPE, ALIGNED)  # fmt: skip
 
         # 4. The program that completes a chunk posts its flag at the owner.
         if departures is not None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from weft.kernels import launch
-from weft.kernels.grouped_matmul import grouped_matmul, grouped_wgrad
-from weft.kernels.matmul_tiles import listed
+from weft.kernels.grouped_matmul import grouped_matmul, grouped_wgrad, tiles_of
 from weft.ops.activation import ACTIVATIONS
 from weft.testing import cases
 from weft.testing.tolerance import assert_close
@@ -37,6 +36,10 @@ def plain_product(a, b, bias, load):
     return torch.cat(parts)
 
 
+def wgrad_of(load):
+    return lambda dy, x: torch.stack([dy[rows].t() @ x[rows] for _, rows in groups_of(load)])
+
+
 def check(result, function, *inputs, what="result"):
     plain = function(*(t if t is None else t.clone() for t in inputs))
     exact = function(*(t if t is None else t.double() for t in inputs))
@@ -56,9 +59,7 @@ def test_forward_dgrad_and_wgrad_of_any_load(device, load, dtype, shape):
     check(y, lambda x, w, bias: plain_product(x, w.transpose(1, 2), bias, load), x, w, bias)
     check(grouped_matmul(dy, w, offsets)[0], lambda dy, w: plain_product(dy, w, None, load), dy, w)
 
-    def wgrad(dy, x):
-        return torch.stack([dy[part].t() @ x[part] for _, part in groups_of(load)])
-
+    wgrad = wgrad_of(load)
     check(grouped_wgrad(dy, x, offsets), wgrad, dy, x)
     main_grad = draw(device, len(load), n, k, seed=4)
     before = main_grad.clone()
@@ -96,14 +97,20 @@ def test_the_epilogue_applies_gate_and_activation_to_the_biased_sums(device, act
 def test_every_tile_gives_the_product_and_a_group_has_its_own_bits(device, dtype, shape):
     load, (n, k) = (3, 40, 0, 19), shape
     x, w = draw(device, sum(load), k, dtype=dtype), draw(device, len(load), n, k, dtype=dtype, seed=1)
+    dy, main_grad = draw(device, sum(load), n, dtype=dtype, seed=2), draw(device, len(load), n, k, seed=3)
     offsets = offsets_of(load, device)
-    for config in listed(launch.architecture_of(device), dtype, narrow=k % 16 != 0):
+    for config in tiles_of(launch.architecture_of(device), dtype, descriptors=k % 16 == 0):
+        dw = grouped_wgrad(dy, x, offsets, config=config)
+        check(dw, wgrad_of(load), dy, x, what=str(config))
+        sum_ = grouped_wgrad(dy, x, offsets, main_grad=main_grad.clone(), config=config)
+        assert_close(sum_, main_grad + dw, main_grad.double() + wgrad_of(load)(dy.double(), x.double()), str(config))
         y, _ = grouped_matmul(x, w.transpose(1, 2), offsets, config=config)
         check(y, lambda x, w: plain_product(x, w.transpose(1, 2), None, load), x, w, what=str(config))
         for group, rows in groups_of(load):
             alone = offsets_of([len(x[rows])], device)
             own = grouped_matmul(x[rows], w[group : group + 1].transpose(1, 2), alone, config=config)[0]
             assert torch.equal(own, y[rows]), "other experts' rows change nothing"
+            assert torch.equal(grouped_wgrad(dy[rows], x[rows], alone, config=config), dw[group : group + 1])
 
 
 @pytest.mark.parametrize("columns", [5, 16])
@@ -116,6 +123,17 @@ def test_nothing_is_read_or_written_beyond_the_last_group(device, columns):
     w[1] = float("nan")  # another expert's weight
     assert torch.isfinite(grouped_matmul(x, w.transpose(1, 2), offsets)[0][:4]).all()
     assert torch.isfinite(grouped_wgrad(x, x, offsets)).all()
+
+
+@pytest.mark.parametrize("columns", [5, 32])
+def test_a_gradient_has_nothing_of_the_groups_beside_it(device, columns):
+    """A block of rows may begin before its group: those count as zeros, in both operands."""
+    load = (4, 7, 0, 9)
+    for group, rows in groups_of(load):
+        x = torch.full((sum(load), columns), float("nan"), device=device, dtype=torch.bfloat16)
+        x[rows] = draw(device, rows.stop - rows.start, columns, dtype=x.dtype)
+        dw = grouped_wgrad(x, x, offsets_of(load, device))
+        check(dw[group], lambda x: x.t() @ x, x[rows])
 
 
 @pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
@@ -157,6 +175,6 @@ def test_without_rows_nothing_is_launched_whatever_the_tile():
     x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((0, 80), (1, 64, 80)))
     offsets = torch.empty(2, dtype=torch.int32, device="meta")
     with launch.recording("sm_90") as launches:
-        for tile in listed("sm_90", torch.bfloat16):
+        for tile in tiles_of("sm_90", torch.bfloat16):
             assert grouped_matmul(x, w.transpose(1, 2), offsets, config=tile)[0].shape == (0, 64)
     assert not launches

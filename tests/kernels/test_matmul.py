@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.kernels import launch
+from weft.kernels import launch, signal
 from weft.kernels.activation import ACTIVATIONS, gated_backward, gated_forward
-from weft.kernels.matmul import matmul
-from weft.kernels.matmul_tiles import Problem, choose_tile, listed
+from weft.kernels.chunks import Rows
+from weft.kernels.config import MatmulConfig, table
+from weft.kernels.matmul import Arrivals, matmul
+from weft.kernels.matmul_tiles import Problem, _heuristic, choose_tile, listed
 from weft.ops.activation import ACTIVATIONS as PLAIN
 from weft.testing import cases, reference
+from weft.testing.peers import abandoned
 from weft.testing.tolerance import assert_close, error_in_tolerances
 
 pytestmark = pytest.mark.kernel
@@ -55,6 +58,55 @@ def test_every_configuration_gives_the_product(device, split_k):
         for config in listed(launch.architecture_of(device), x.dtype, narrow=not aligned):
             config = replace(config, split_k=split_k, group_m=3)
             check(matmul(a, b.t(), bias=bias, config=config)[0], reference.linear, a, b, bias, what=str(config))
+
+
+def tile_of_two_sums(device):
+    for tile in listed(launch.architecture_of(device), torch.bfloat16):
+        if tile.rest_n:
+            return tile
+    pytest.skip("only sm_90 and the interpreter have a tile of two sums")
+
+
+@pytest.mark.parametrize(("layout", "split_k"), cases.covering(["nt", "nn", "tn"], [1, 3]))
+def test_a_tile_of_two_sums_has_every_layout_and_epilogue(device, layout, split_k):
+    """The last tile ends in its first sum, at the border, or in its second sum."""
+    config = replace(tile_of_two_sums(device), split_k=split_k)
+    border = 2 * config.block_n - config.rest_n
+    for n in (border - 8, border, border + 8):
+        n += layout == "nt"  # no row of the weight lies at 16 bytes then, nor of the result
+        a, b = draw(device, 72, 136, dtype=torch.bfloat16), draw(device, 136, n, dtype=torch.bfloat16, seed=1)
+        a, b = (LAYOUTS["columns" if letter == "t" else "rows"](x) for letter, x in zip(layout, (a, b), strict=True))
+        bias, main_grad = draw(device, n, dtype=torch.bfloat16, seed=2), draw(device, 72, n, seed=3)
+        check(matmul(a, b, config=config)[0], torch.matmul, a, b)
+        y, z = matmul(a, b, bias=bias, activation="silu", keep_z=True, config=config)
+        check(y, lambda a, b, bias: reference.linear(a, b.t(), bias, activation="silu"), a, b, bias)
+        check(z, lambda a, b, bias: reference.linear(a, b.t(), bias), a, b, bias, what="z")
+        before, exact = main_grad.clone(), main_grad.double() + a.double() @ b.double()
+        matmul(a, b, addend=main_grad, out=main_grad, config=config)
+        assert_close(main_grad, before + a.float() @ b.float(), exact)
+
+
+def test_a_tile_of_two_sums_waits_for_its_rows(device):
+    tile = tile_of_two_sums(device)
+    x, w, _ = operands(device, 2 * tile.block_m, tile.block_n, 40, torch.bfloat16)
+    rows = Rows(1, (tile.block_m, tile.block_m), tile.block_m)
+    peers = abandoned(device, rank=0, timeout_s=0.3, bytes=signal.DATA_OFFSET)
+    for there in (1, 0):
+        flags = torch.tensor([1, there], dtype=torch.int32, device=device)
+        y, _ = matmul(x, w.t(), arrivals=Arrivals(peers, rows, flags), config=tile)
+        if there:
+            assert torch.equal(y, matmul(x, w.t(), config=tile)[0])
+        else:
+            assert y[tile.block_m :].isnan().all(), "rows that never come are NaN"
+
+
+def test_a_gated_product_and_one_that_is_not_aligned_have_no_tile_of_two_sums(device):
+    x, w, _ = operands(device, 40, 48, 32, torch.bfloat16)
+    tile = tile_of_two_sums(device)
+    with pytest.raises(ValueError, match="does not exist"):
+        matmul(x, w.t(), b_up=w.t(), activation="silu", config=tile)
+    with pytest.raises(ValueError, match="does not exist"):
+        matmul(x[:, 1:], w.t()[1:], config=tile)
 
 
 @pytest.mark.parametrize(("activation", "split_k"), cases.covering([None, *ACTIVATIONS], [1, 3]))
@@ -217,6 +269,26 @@ def test_the_heuristic_splits_what_cannot_fill_the_device(device):
     with launch.recording("sm_90"):
         assert split(64, 1024, 8192) > 1
         assert split(8192, 8192, 8192) == 1
+
+
+def test_the_heuristic_takes_the_tile_that_makes_one_wave_of_a_thin_gradient():
+    """132 tiles of 128 x 192 for 132 multiprocessors; no table has this depth."""
+    with launch.recording("sm_90"):
+        problem = Problem(768, 4096, 65536, "tn", True, torch.bfloat16, "main_grad")
+        choice = choose_tile(problem, torch.device("meta"))
+        assert choice.source == "heuristic" and (choice.config.block_m, choice.config.block_n) == (128, 192)
+
+
+def test_the_heuristic_takes_most_tiles_that_were_measured_as_the_fastest():
+    rows = table("matmul", "sm_90", MatmulConfig)
+    measured = {row.config.compiled() for row in rows}
+    agreeing = 0
+    for row in rows:
+        m, n, k = (row.problem[size] for size in "mnk")
+        narrow = row.problem["fused"].endswith("_gated") or not row.problem["aligned"]
+        tiles = [tile for tile in listed("sm_90", torch.bfloat16, narrow) if tile in measured]
+        agreeing += _heuristic(m, n, k, tiles, 132, "sm_90") == row.config
+    assert agreeing >= 0.9 * len(rows)
 
 
 def test_bad_input_is_refused_with_the_value_and_the_way_out(device):
