@@ -253,9 +253,9 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
     for (int to = 0; to < world; ++to) {
       const uint64_t expected = reinterpret_cast<const uint64_t*>(call.staged(to))[world + from];
       if (sent[to] != expected)
-        throw CollectiveMismatchError(call.text() + ": rank " + std::to_string(from) + " sends " +
-                                      std::to_string(sent[to]) + " elements to rank " + std::to_string(to) +
-                                      ", which expects " + std::to_string(expected) + ".");
+        throw CollectiveMismatchError(call.text() + ": rank " + std::to_string(group.label(from)) + " sends " +
+                                      std::to_string(sent[to]) + " elements to rank " +
+                                      std::to_string(group.label(to)) + ", which expects " + std::to_string(expected) + ".");
       most_elements = std::max(most_elements, sent[to]);
     }
   }

@@ -109,7 +109,7 @@ Purpose& Purpose::of_this_thread() {
   return purpose;
 }
 
-std::string CallHeader::text() const {
+std::string CallHeader::text(const Group& group) const {
   std::string text = name_of(kind);
   const std::string end = purpose.hash == 0 ? ")" : std::string(") for ") + purpose.text;
   if (kind == CallKind::barrier) return text + "(" + end;
@@ -118,8 +118,9 @@ std::string CallHeader::text() const {
   text += ", " + std::to_string(count) + " elements";
   if (kind == CallKind::all_reduce || kind == CallKind::reduce_scatter || kind == CallKind::reduce)
     text += std::string(", ") + name_of(op);
-  if (kind == CallKind::broadcast || kind == CallKind::scatter) text += ", from rank " + std::to_string(root);
-  if (kind == CallKind::reduce || kind == CallKind::gather) text += ", to rank " + std::to_string(root);
+  const bool from_root = kind == CallKind::broadcast || kind == CallKind::scatter;
+  if (from_root || kind == CallKind::reduce || kind == CallKind::gather)
+    text += (from_root ? ", from rank " : ", to rank ") + std::to_string(group.label(root));
   if (fusion.used) {
     char fused[64];
     snprintf(fused, sizeof fused, ", as %s, scaled by %.6g%s", name_of(fusion.wire), fusion.scale,
@@ -507,7 +508,7 @@ std::shared_ptr<Region> Group::create_region(size_t bytes) {
   shm::all_gather(*this, &error, places, ones, DType::int64);
   for (int peer = 0; peer < world_; ++peer)
     if (all[peer] != 0)
-      throw_errno(static_cast<int>(all[peer]), "rank " + std::to_string(peer) + " could not get " +
+      throw_errno(static_cast<int>(all[peer]), "rank " + std::to_string(label(peer)) + " could not get " +
                                                    std::to_string(part_bytes * world_) +
                                                    " bytes of symmetric memory on group \"" + name() + "\" " + reason);
   segment->close_descriptor();
@@ -638,8 +639,8 @@ void Call::compare_headers() const {
     if (named[rank]) continue;
     std::vector<int> agreeing;
     for (int other = rank; other < group_.world_; ++other)
-      if (header_of(other) == header_of(rank)) agreeing.push_back(other), named[other] = true;
-    text += (rank > 0 ? ", " : "") + list_of(agreeing) + " called " + header_of(rank).text();
+      if (header_of(other) == header_of(rank)) agreeing.push_back(group_.label(other)), named[other] = true;
+    text += (rank > 0 ? ", " : "") + list_of(agreeing) + " called " + header_of(rank).text(group_);
   }
   throw CollectiveMismatchError(text + ".");
 }

@@ -88,6 +88,8 @@ class PurposeOfThread {
   const Purpose before_;
 };
 
+class Group;
+
 // Description of a rank's call. Ranks compare all fields except the place before any data moves.
 struct CallHeader {
   CallKind kind;
@@ -101,7 +103,7 @@ struct CallHeader {
   Purpose purpose = {};
 
   bool operator==(const CallHeader& other) const;
-  std::string text() const;
+  std::string text(const Group& group) const;  // with the root's name in errors
 };
 
 // One of a group's last calls. Times are in nanoseconds of the steady clock, and 0 for what has not happened.

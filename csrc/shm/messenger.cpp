@@ -355,9 +355,9 @@ void Messenger::deliver(std::list<Receive>::iterator receive, const MessageHeade
   if (receive->from != nullptr) *receive->from = source;
   std::exception_ptr failure;
   if (header.dtype != receive->header.dtype || header.count != receive->header.count) {
-    const std::string text = "rank " + std::to_string(source) + " sent (" + text_of(header) + ") to rank " +
-                             std::to_string(group_.rank()) + " on group \"" + group_.name() + "\", which receives (" +
-                             text_of(receive->header) + ").";
+    const std::string text = "rank " + std::to_string(group_.label(source)) + " sent (" + text_of(header) +
+                             ") to rank " + std::to_string(group_.label(group_.rank())) + " on group \"" +
+                             group_.name() + "\", which receives (" + text_of(receive->header) + ").";
     failure = group_.record_failure(FailureKind::mismatched, text);
   } else {
     record(false, source, header, receive->posted);
@@ -378,9 +378,10 @@ void Messenger::give_up_on_the_lost() {
   const auto now = Clock::now();
   const auto verdict = [&](int peer, bool sending, Clock::time_point deadline) -> std::exception_ptr {
     if (failed) return failed;
-    const std::string name = peer == any_rank ? "every other rank" : "rank " + std::to_string(peer);
+    const std::string name = peer == any_rank ? "every other rank" : "rank " + std::to_string(group_.label(peer));
     const std::string call = std::string(sending ? "a send to" : "a receive from") + " it by rank " +
-                             std::to_string(group_.rank()) + " on group \"" + group_.name() + "\"";
+                             std::to_string(group_.label(group_.rank())) + " on group \"" + group_.name() +
+                             "\"";
     if (group_.lost(peer) && !(!sending && unread(peer)))
       return group_.record_failure(FailureKind::rank_lost, name + group_.how_it_ended(peer) + " before " + call + ".");
     if (now >= deadline)

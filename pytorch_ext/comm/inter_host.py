@@ -7,7 +7,7 @@ ranks at the other ends, which then read the store.
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -39,12 +39,13 @@ class InterHost:
         timeout: timedelta,
         on_failure: Callable[[], object],
         lost_ranks: Callable[[], list[int]],
+        labels: Sequence[int],
     ):
-        self.rank, self.timeout = rank, timeout
+        self.timeout, self._labels, self._own_label = timeout, labels, labels[rank]
         self.failure: BaseException | None = None
         self._store, self._name, self._on_failure = store, name, on_failure
         own = next(number for number, host in enumerate(hosts) if rank in host)
-        self._elsewhere = [other for host in hosts if rank not in host for other in host]
+        self._elsewhere = [labels[other] for host in hosts if rank not in host for other in host]
         self._lost_ranks = lost_ranks
         self._connections: dict[str, Any] = {}
         try:
@@ -58,7 +59,7 @@ class InterHost:
             raise
         except (RuntimeError, OSError) as error:
             raise self.fail(
-                _C.CommError(f'rank {rank} could not reach the other machines of group "{name()}": {error}')
+                _C.CommError(f'rank {self._own_label} could not reach the other machines of group "{name()}": {error}')
             ) from error
 
     def _connect(self, store, rank: int, world: int) -> Any:
@@ -75,9 +76,10 @@ class InterHost:
         while not wait([made], _LOOKS_EVERY_S).done:
             lost = self._lost_ranks()
             if lost or self._store.check(["failure"]):
-                loss = f"rank {', '.join(map(str, lost))} was lost" if lost else "a rank was lost"
+                names = ", ".join(str(self._labels[rank]) for rank in lost)
+                loss = f"rank {names} was lost" if lost else "a rank was lost"
                 raise self.fail(
-                    _C.RankLostError(f'{loss} while group "{self._name()}" was made (rank {self.rank} waited).')
+                    _C.RankLostError(f'{loss} while group "{self._name()}" was made (rank {self._own_label} waited).')
                 )
         return made.result()
 
@@ -143,7 +145,7 @@ class InterHost:
             while time.monotonic() < deadline and self.failure is None and not self._store.check(["failure"]):
                 time.sleep(0.02)
         where = f"a rank of {self._elsewhere}, on other machines,"
-        details = f"(rank {self.rank} waited): {error}"
+        details = f"(rank {self._own_label} waited): {error}"
         if "imed out" in str(error):
             limit = f"{self.timeout.total_seconds():.3g} s"
             return self.fail(

@@ -40,8 +40,17 @@ _CHUNK_BYTES = 4 << 20  # of a lane's part; smaller chunks wait for more message
 class SpanningEngine:
     """Engine of a group on several machines, with the methods of `Engine`."""
 
-    def __init__(self, local: Engine, hosts: list[list[int]], rank: int, store, name: str, timeout: timedelta):
-        self.local, self.hosts, self.rank = local, hosts, rank
+    def __init__(
+        self,
+        local: Engine,
+        hosts: list[list[int]],
+        rank: int,
+        store,
+        name: str,
+        timeout: timedelta,
+        labels: Sequence[int],  # names of the ranks in errors
+    ):
+        self.local, self.hosts, self.rank, self._labels = local, hosts, rank, labels
         self.world_size = sum(len(host) for host in hosts)
         self.host = next(number for number, host in enumerate(hosts) if rank in host)
         self.lanes = min(len(host) for host in hosts)
@@ -53,7 +62,15 @@ class SpanningEngine:
         self._last: Future | None = None
         lane = self._lane if self._in_lane else None
         self.between = InterHost(
-            hosts, rank, lane, store, lambda: self._name, timeout, on_failure=local.abort, lost_ranks=self.lost_ranks
+            hosts,
+            rank,
+            lane,
+            store,
+            lambda: self._name,
+            timeout,
+            on_failure=local.abort,
+            lost_ranks=self.lost_ranks,
+            labels=labels,
         )
         self._run("join()", lambda: None, wait=True)
         self._calls = 0  # joining is not a call of the user's
@@ -85,7 +102,7 @@ class SpanningEngine:
             if self.rank == root:
                 x.copy_(total)
 
-        return self._run(f"reduce({_like(x)}, {OP_NAMES[op]}, to rank {root})", body, wait)
+        return self._run(f"reduce({_like(x)}, {OP_NAMES[op]}, to rank {self._labels[root]})", body, wait)
 
     def reduce_scatter(self, parts: list[torch.Tensor], output: torch.Tensor, op: int = SUM, wait: bool = True):
         check(output, *parts)
@@ -144,7 +161,7 @@ class SpanningEngine:
                 self.local.all_gather(pieces[self.local.rank].clone(), pieces)
             copy_back(x, whole)
 
-        return self._run(f"broadcast({_like(x)}, from rank {root})", body, wait)
+        return self._run(f"broadcast({_like(x)}, from rank {self._labels[root]})", body, wait)
 
     def gather(self, x: torch.Tensor, parts: list[torch.Tensor], root: int, wait: bool = True):
         check(x, *parts)
@@ -162,7 +179,7 @@ class SpanningEngine:
             for part, target in zip(parts, targets, strict=True):
                 copy_back(part, target)
 
-        return self._run(f"gather({_like(x)}, to rank {root})", body, wait)
+        return self._run(f"gather({_like(x)}, to rank {self._labels[root]})", body, wait)
 
     def scatter(self, parts: list[torch.Tensor], output: torch.Tensor, root: int, wait: bool = True):
         check(output, *parts)
@@ -179,7 +196,7 @@ class SpanningEngine:
                 self.between.finish(self.between.everyone.scatter([_bytes(target)], sent, options))
             copy_back(output, target)
 
-        return self._run(f"scatter({_like(output)}, from rank {root})", body, wait)
+        return self._run(f"scatter({_like(output)}, from rank {self._labels[root]})", body, wait)
 
     def all_to_all(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], wait: bool = True):
         check(*inputs, *outputs)
@@ -194,8 +211,8 @@ class SpanningEngine:
             if len(differ):
                 sender, receiver = differ[0].tolist()
                 raise _C.CollectiveMismatchError(
-                    f'all_to_all #{self._calls} on group "{self._name}": rank {sender} sends '
-                    f"{sizes[sender, 0, receiver]} elements to rank {receiver}, which expects "
+                    f'all_to_all #{self._calls} on group "{self._name}": rank {self._labels[sender]} sends '
+                    f"{sizes[sender, 0, receiver]} elements to rank {self._labels[receiver]}, which expects "
                     f"{sizes[receiver, 1, sender]}."
                 )
             flat = torch.cat([x.reshape(-1) for x in inputs])
@@ -221,9 +238,8 @@ class SpanningEngine:
         self._check_rank(destination)
         self._check_usable()
         data = _bytes(x.contiguous())
-        return Message(
-            self.between, f"send to rank {destination}", lambda: self.between.everyone.send([data], destination, tag)
-        )
+        operation = f"send to rank {self._labels[destination]}"
+        return Message(self.between, operation, lambda: self.between.everyone.send([data], destination, tag))
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> Message:
         check(x)
@@ -239,7 +255,7 @@ class SpanningEngine:
                 return self.between.everyone.recv_anysource([data], tag)
             return self.between.everyone.recv([data], source, tag)
 
-        operation = f"receive from {'any rank' if source is None else f'rank {source}'}"
+        operation = f"receive from {'any rank' if source is None else f'rank {self._labels[source]}'}"
         return Message(self.between, operation, start, lambda: copy_back(x, whole))
 
     # Life of the group.
@@ -258,7 +274,7 @@ class SpanningEngine:
 
     def abort(self) -> None:
         if self._pid == os.getpid():
-            self.between.fail(_C.CommError(f'rank {self.rank} aborted group "{self._name}".'))
+            self.between.fail(_C.CommError(f'rank {self._labels[self.rank]} aborted group "{self._name}".'))
 
     def leave(self) -> None:
         if self._left or self._pid != os.getpid():
@@ -318,7 +334,9 @@ class SpanningEngine:
                 raise self.between.lost(operation, error) from error
             except BaseException as error:  # Ctrl-C or no memory: other ranks must not wait for this one
                 self.between.fail(
-                    _C.CommError(f'rank {self.rank} was stopped in {text} on group "{self._name}": {error!r}')
+                    _C.CommError(
+                        f'rank {self._labels[self.rank]} was stopped in {text} on group "{self._name}": {error!r}'
+                    )
                 )
                 raise
 

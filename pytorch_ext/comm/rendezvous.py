@@ -54,7 +54,8 @@ def join(
         RankLostError: a rank died after it announced itself.
         CollectiveTimeoutError: a rank did not come in time.
     """
-    meeting = _Rendezvous(store, name, rank, timeout, lost_ranks, labels=list(range(world)))
+    labels = list(members or range(world))  # errors name the program's ranks
+    meeting = _Rendezvous(store, name, rank, timeout, lost_ranks, labels)
     meeting.members = list(members)
     meeting.announce(f"process/{rank}", {**_describe_process(), "members": meeting.members})
     processes = [meeting.read(f"process/{peer}", peer) for peer in range(world)]
@@ -71,14 +72,14 @@ def join(
             neighbours.index(rank),
             timeout,
             lambda: [neighbours.index(lost) for lost in lost_ranks() if lost in neighbours],
-            labels=neighbours,
+            labels=[labels[neighbour] for neighbour in neighbours],
         )
         inside.processes = [processes[neighbour] for neighbour in neighbours]
         local = Engine(_share_memory(inside, min(ranks_on_machine, len(neighbours))))
         if rank == 0:  # a prefix of the store that no earlier group of this name has used
             meeting.announce("token", {"token": secrets.token_hex(8)})
         token = meeting.read("token", 0)["token"]
-        engine = SpanningEngine(local, hosts, rank, dist.PrefixStore(token, store), name, timeout)
+        engine = SpanningEngine(local, hosts, rank, dist.PrefixStore(token, store), name, timeout, labels)
         inside.clear()
     meeting.clear()  # joining was a barrier, so every rank has read everything
     return engine

@@ -647,3 +647,44 @@ def test_ranks_that_make_other_groups_hear_of_it(of_ranks, named):
     text = "passed the ranks .* to new_group, and another rank passed|does each of them pass these to new_group"
     for rank in named:
         assert re.search(text, str(outcomes[rank].error)), outcomes
+
+
+def fail_in_the_second_group(rank, how):
+    """Ranks 2 and 3 of four are a group in which they are 0 and 1."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    group = groups[rank // 2]
+    x = torch.ones(10)
+    dist.all_reduce(x, group=group)
+    try:
+        if how == "dies":
+            if rank == 3:
+                os._exit(7)
+            dist.all_reduce(x, group=group)
+        elif how == "differs":
+            dist.broadcast(torch.ones(4 + (rank == 3)), src=rank // 2 * 2, group=group)
+        elif how == "message" and rank == 2:
+            dist.send(x, 3, group=group)
+        elif how == "message" and rank == 3:
+            dist.recv(torch.empty(5), 2, group=group)
+        elif how == "sizes":
+            sizes = [1 + (rank == 3), 1]
+            dist.all_to_all([torch.ones(n) for n in sizes], [torch.empty(1) for _ in sizes], group=group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("dies", ["rank 3 (pid", "while rank 2 waited"]),
+        ("differs", ["rank 2 called broadcast(float32, 4 elements, from rank 2), rank 3 called"]),
+        ("message", ["rank 2 sent (float32, 10 elements, tag 0) to rank 3 on group"]),
+        ("sizes", ["rank 2 sends 1 elements to rank 3, which expects 2"]),
+    ],
+)
+def test_errors_in_a_group_of_some_ranks_have_the_programs_ranks(how, said):
+    found = try_ranks(fail_in_the_second_group, 4, how)
+    texts = [each.value for each in found[2:] if getattr(each, "value", None)]
+    assert texts and all(word in texts[0] for word in said), texts
+    assert not any(each.value for each in found[:2])
