@@ -504,7 +504,7 @@ def _matmul_kernel(
     rank,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    REST: tl.constexpr,  # further columns of the tile, of which the second sum is; 0 if there are none
+    REST: tl.constexpr,  # the columns of the second sum, behind BLOCK_N; 0 without it
     BLOCK_K: tl.constexpr,
     STRIP: tl.constexpr,
     ACTIVATION: tl.constexpr,
