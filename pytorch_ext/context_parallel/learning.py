@@ -180,6 +180,10 @@ class Kinds:
         key = self._key(args, kwargs)
         return key, None if key is None else self._known.get(key)
 
+    def trains(self) -> bool:
+        """Return whether any module is in training, at the last `find`."""
+        return True in [module.training for module in self._members.modules]
+
     def _key(self, args: tuple, kwargs: dict) -> tuple | None:
         kinds: list = [tuple(kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         for x in (*args, *kwargs.values()):

@@ -172,10 +172,10 @@ class RegionEntry:
             forward.frame.enter_context(followed(module))
             return self.given.enter((args, kwargs))
         with torch._C.DisableTorchFunction():
-            key, kind, seed = self._agreed_kind(module, args, kwargs) if self.learns else (None, None, 0)
-            call = agreed(type(module).__name__, self.sharing, (args, kwargs)) if kind is None else kind.call
+            key, kind, seed = self._agreed_kind(module, args, kwargs) if self.learns else (None, None, None)
+            call = agreed(type(module).__name__, self.sharing, (args, kwargs), seed) if kind is None else kind.call
         if any(part.training for part in module.modules()) if kind is None else kind.trains:
-            forward.frame.enter_context(random_numbers_of(call.seed if kind is None else seed, call.device))
+            forward.frame.enter_context(random_numbers_of(call.seed if seed is None else seed, call.device))
         if kind is not None:
             with torch._C.DisableTorchFunction():
                 forward.frame.enter_context(kind.running())
@@ -186,7 +186,7 @@ class RegionEntry:
             forward.frame.enter_context(forward.learnt[-1].recording())
         return call.enter((args, kwargs))
 
-    def _agreed_kind(self, module: nn.Module, args, kwargs) -> tuple[tuple | None, Kind | None, int]:
+    def _agreed_kind(self, module: nn.Module, args, kwargs) -> tuple[tuple | None, Kind | None, int | None]:
         """Return a call's key, its kind if all ranks have learnt it, and a seed. A collective call."""
         if self.kinds is None:
             self.kinds = Kinds(module, self.sharing.units is not None)
@@ -197,7 +197,9 @@ class RegionEntry:
         compared = tensors if self.left > 0 and not sharing.parts and sharing.checks != "off" else ()
         self.left -= 1
         mark = zlib.crc32(repr((forms, [int(mark_of_bits(x)) for x in compared if x.ndim > sharing.dim])).encode())
-        length, seed = -1 if kind is None else kind.call.layout.length, int(torch.randint(2**62, (1,)))
+        length = -1 if kind is None else kind.call.layout.length
+        # In eval mode nothing is drawn: units that run one by one in a first call would draw once each.
+        seed = int(torch.randint(2**62, (1,))) if self.kinds.trains() else 0
         where = ranks.device_of_numbers(tensors[0].device if tensors else torch.device("cpu"))
         own = torch.tensor([[length, mark, seed]], device=where)
         rows = ranks.all_gather(own, 0, [1] * ranks.world_size).tolist()
@@ -269,12 +271,15 @@ class SharedCall:
         return tree_map_only(torch.Tensor, shared, tree)
 
 
-def agreed(caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None) -> SharedCall:
+def agreed(
+    caller: str, sharing: Sharing, tree, seed: int | None = None, alike: Sequence[torch.Tensor] | None = None
+) -> SharedCall:
     """Agree on how the sequence of this call is shared. A collective call of the ranks that share it.
 
     Args:
         caller: first word of the error messages.
         tree: the call's arguments.
+        seed: of the call, if the ranks have agreed on it; None: rank 0 draws one.
         alike: tensors that must have the same values on all ranks if the model takes the whole. None: all arguments
             along the sequence.
 
@@ -297,7 +302,8 @@ def agreed(caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | 
         compared = () if sharing.checks == "off" else along if alike is None else alike
         signature += [(int(mark_of_bits(x)),) for x in compared]
     odd = [tuple(x.shape) for x in along if x.size(dim) != length]
-    own = [length, zlib.crc32(repr(signature).encode()), int(torch.randint(2**62, (1,))), len(odd)]
+    drawn = int(torch.randint(2**62, (1,))) if seed is None else seed
+    own = [length, zlib.crc32(repr(signature).encode()), drawn, len(odd)]
     where = ranks.device_of_numbers(along[0].device)
     rows = ranks.all_gather(torch.tensor([own], device=where), 0, [1] * ranks.world_size).tolist()
     lengths, marks, seeds, odds = zip(*rows, strict=True)

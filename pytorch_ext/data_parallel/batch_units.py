@@ -142,17 +142,11 @@ class BatchUnits:
             training = [part.training for part in self._members.modules]
             kind = self.known.kind_of(function, whole, training + self._flags)
         self.inside = True
+        # A first call runs its units and a trial, a later one all units at once: neither may draw for the caller.
+        numbers = nullcontext() if seed is None else random_numbers_of(seed, self._device)
         try:
-            known = None if kind is None else self.known.run(kind, self._batch, function, whole, seed or 0)
-            if known is not None:
-                found = self._joined([known[0]], iter(known[1]))
-            else:
-                first = kind is not None and self.known.is_tried(kind)
-                copies = tree_map_only(torch.Tensor, _copied, whole) if first else None
-                units = self._unit_by_unit(function, self._cut(whole, size), seed)
-                if first:
-                    self.known.learn(kind, self._batch(), function, copies, size, seed or 0, units)  # type: ignore[arg-type]
-                found = self._joined(units.outputs)
+            with numbers:
+                found = self._found(kind, function, whole, size, seed)
         finally:
             self.inside = False
         if changed := [name for of, name, x, version in buffers if x._version != version or of.get(name) is not x]:
@@ -161,6 +155,18 @@ class BatchUnits:
                 "on the units that a rank has"
             )
         return found
+
+    def _found(self, kind: tuple | None, function: Callable, whole: Any, size: int, seed: int | None) -> Any:
+        """Return the output of all units: at once, if such a call is known; else one by one, after which it may be."""
+        known = None if kind is None else self.known.run(kind, self._batch, function, whole, seed or 0)
+        if known is not None:
+            return self._joined([known[0]], iter(known[1]))
+        first = kind is not None and self.known.is_tried(kind)
+        copies = tree_map_only(torch.Tensor, _copied, whole) if first else None
+        units = self._unit_by_unit(function, self._cut(whole, size), seed)
+        if first:
+            self.known.learn(kind, self._batch(), function, copies, size, seed or 0, units)  # type: ignore[arg-type]
+        return self._joined(units.outputs)
 
     def _batch(self) -> UnitBatch | None:
         """Return sums for the gradients of a backward; None where there will be none."""

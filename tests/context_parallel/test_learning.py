@@ -387,3 +387,56 @@ def collectives(rank):
 def test_gradients_of_what_is_left_alone_travel_together():
     for first, *later in run_ranks(collectives, 2):
         assert first > 20 and later == [1, 1]
+
+
+class Dropping(nn.Module):
+    """Attention that drops probabilities, beside modules that are left alone."""
+
+    def __init__(self, with_attention=True):
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) if with_attention else None
+        self.rest = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        if self.projections is not None:
+            q, k, v = (project(x).unflatten(-1, (4, 4)).transpose(1, 2) for project in self.projections)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 * self.training, is_causal=True)
+            x = x + self.drop(y.transpose(1, 2).flatten(2))
+        return self.rest(x)
+
+
+def repeated_calls(rank, sizes, options, with_attention, training):
+    """Return the output, the gradients and the generator's state of four calls with one seed."""
+    torch.manual_seed(0)
+    model, x = Dropping(with_attention), torch.randn(4, 12, 16)
+    model = weft.parallelize(model, weft.init_mesh(**sizes, device_type="cpu"), **options).train(training)
+    found = []
+    for _ in range(4):
+        torch.manual_seed(11)
+        out = model(x)
+        out.square().sum().backward()
+        found.append([out.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    return found
+
+
+IN_UNITS = {"invariant": 4, "context": {"units": 4}}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "options", "with_attention"),
+    [
+        ({"cp": 2}, {}, True),
+        ({"cp": 2}, {"context": "ulysses"}, True),
+        ({"cp": 2}, IN_UNITS, False),
+        ({"tp": 1}, IN_UNITS, False),
+    ],
+    ids=["ring", "ulysses", "units over cp", "units"],
+)
+def test_a_call_that_is_learnt_draws_as_later_ones_do(sizes, options, with_attention, training):
+    world = max(sizes.values())
+    for first, *later in run_ranks(repeated_calls, world, sizes, options, with_attention, training):
+        for call in later:
+            assert all(torch.equal(x, y) for x, y in zip(first, call, strict=True))
