@@ -133,7 +133,7 @@ gpu:
 	  $(GPU_OPTIONS)
 
 # The same without a GPU and without a network, in a clone and in a new environment with that machine's Python and
-# Triton: the first command, as far as Triton's interpreter runs it.
+# Triton: the first command, or STEPS=second, as far as Triton's interpreter and the stub driver run it.
 REHEARSAL = $(abspath build/rehearsal)
 gpu-rehearsal: gpu-kit
 	rm -rf $(REHEARSAL)
@@ -141,7 +141,7 @@ gpu-rehearsal: gpu-kit
 	PYENV_VERSION=$(GPU_PYTHON) python$(GPU_PYTHON) -m venv $(REHEARSAL)/venv
 	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check torch==$(REHEARSED_TORCH) 'numpy<2.4' pytest
 	$(REHEARSAL)/venv/bin/pip install -qq --disable-pip-version-check --no-deps triton==3.6.0
-	PIP_NO_INDEX=1 TRITON_INTERPRET=1 $(MAKE) -C $(REHEARSAL)/tree gpu KIT=$(abspath $(KIT)) STEPS=first SECONDS=3000 \
+	PIP_NO_INDEX=1 TRITON_INTERPRET=1 $(MAKE) -C $(REHEARSAL)/tree gpu KIT=$(abspath $(KIT)) STEPS=$(or $(STEPS),first) SECONDS=3000 \
 	  PYTHON=$(REHEARSAL)/venv/bin/python OUT=$(REHEARSAL) GPU_OPTIONS="--rehearse --archive $(REHEARSAL)/results.tar.gz"
 
 $(BIN)/python:
