@@ -83,7 +83,7 @@ def contest(kind: str, problem: Problem, label: str, device: torch.device, tiles
     written = problem.m * problem.n * (8 if epilogue == "main_grad" else problem.dtype.itemsize)
     operations = 2.0 * problem.m * width * problem.k
     facts = {"tile": f"{tile.config} of the {tile.source}"}
-    op = f"matmul {kind}"
+    op = f"matmul {kind}{', tiles' * tiles}"
     found = contest_of(op, label, calls, problem.dtype, peer, operations, read + written, facts, others)
     return replace(found, peers={**found.peers, "torch.matmul + weft's gate": calls.library}) if gated else found
 

@@ -91,6 +91,7 @@ def test_every_tile_is_a_contender_that_is_checked(device, monkeypatch):
     problem = products(LAYERS[0], 70, torch.float32)["wgrad"]
     made = matmul_bench.contest("wgrad", problem, "label", device, tiles=True)
     tiles = tuning.tiles_of(problem, device)
+    assert made.op == "matmul wgrad, tiles", "no line of the page"
     assert list(made.peers) == ["torch.matmul", *(f"ours {tile}" for tile in tiles)] and len(tiles) > 1
     made.check()
     wrong = replace(
