@@ -8,13 +8,12 @@ FlashAttention publishes that its ordered backward takes up to 38% longer.
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import deterministic
 
 from weft.kernels.attention_rules import Positions, Rules
 from weft.ops import library_attention
@@ -51,7 +50,7 @@ def ordered_backwards(causal: bool, q, k, v, dout) -> dict[str, Call]:
         return run
 
     flash = partial(by_torch, SDPBackend.FLASH_ATTENTION, causal)
-    calls = {"flash ordered": call(flash, _deterministic)}
+    calls = {"flash ordered": call(flash, library_attention.same_in_every_run)}
     for name, module in _packages().items():
         calls[f"{name} ordered"] = call(partial(_by_package, module, causal, True), contextlib.nullcontext)
     if importlib.util.find_spec("cudnn") is not None:
@@ -102,18 +101,6 @@ def _by_package(module: str, causal: bool, ordered: bool, q, k, v) -> torch.Tens
     found = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, deterministic=ordered)
     out = found[0] if isinstance(found, tuple) else found
     return out.transpose(1, 2)
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    before, filled = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(before)
 
 
 class _CudnnBackward:

@@ -22,7 +22,7 @@ LIMIT = (
     "the rates of a large bf16 product and of a large copy, measured in the same run; a call that reads more than it "
     "writes may pass the copy's"
 )
-_HOST_CALLS = 5
+_HOST_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,23 @@ def measure(contests: Iterable[Contest], rounds: int) -> list[Row]:
                 raise
             why = f"FAULT: {type(error).__name__}: {str(error).strip()[:300]}"
             rows.append(Row({"op": contest.op, "shape": contest.shape}, remark=why))
-        _keep[-1](rows[-1])
+        keep(rows[-1])
     return rows
 
 
 _keep: list[Callable[[Row], None]] = [lambda row: None]
 
 
+def keep(row: Row) -> Row:
+    """Hand a row to the innermost `keeping`, and return it."""
+    _keep[-1](row)
+    return row
+
+
 @contextlib.contextmanager
-def keeping(keep: Callable[[Row], None]) -> Iterator[None]:
-    """Hand every row that is measured inside to `keep` at once, so that the end of the process loses none."""
-    _keep.append(keep)
+def keeping(store: Callable[[Row], None]) -> Iterator[None]:
+    """Hand every row that is measured inside to `store` at once, so that the end of the process loses none."""
+    _keep.append(store)
     try:
         yield
     finally:

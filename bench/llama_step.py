@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 import weft
-from weft.bench.device_time import Quantiles, alternate, peak_bytes
+from weft.bench.device_time import alternate, keep, peak_bytes
 from weft.bench.host_calls import calls_of
+from weft.bench.measure import Quantiles
 from weft.bench.suites import positive
 from weft.bench.table import Row
 from weft.ops import kernel_choice
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options) -> list[Row]:
-    return [row_of(case, Llama3, options, torch.device("cuda"), alternate) for case in CASES]
+    return [keep(row_of(case, Llama3, options, torch.device("cuda"), alternate)) for case in CASES]
 
 
 def row_of(case: LlamaCase, model: type[Llama], options, device: torch.device, alternate: Callable) -> Row:

@@ -106,13 +106,11 @@ class Kind:
 
     Attributes:
         call: the ranks' agreement on the sequence (`region.SharedCall`).
-        trains: some module is in training.
         alone: the modules that get parts as plain tensors.
         parameters: (a module's parameters, name) of the parameters of all of these, each once.
     """
 
     call: Any
-    trains: bool = False
     alone: dict[nn.Module, LeftAlone] = field(default_factory=dict)
     parameters: list[tuple[dict, str]] = field(default_factory=list)
 
@@ -161,7 +159,13 @@ states_of_checkpoints.append(_StateOfCheckpoint)
 
 
 class Kinds:
-    """The kinds of calls of a model that were learnt, as long as nothing in the model changes."""
+    """The kinds of calls of a model that were learnt, as long as nothing in the model changes.
+
+    Attributes:
+        trains: some module was in training at the last `find`.
+    """
+
+    trains = False
 
     def __init__(self, model: nn.Module, in_units: bool):
         self._model = model
@@ -177,14 +181,12 @@ class Kinds:
             self._known.clear()
             self._settings = _settings(self._members.modules)
         self._look_at_settings()
-        key = self._key(args, kwargs)
+        training = [module.training for module in self._members.modules]
+        self.trains = True in training
+        key = self._key(args, kwargs, training)
         return key, None if key is None else self._known.get(key)
 
-    def trains(self) -> bool:
-        """Return whether any module is in training, at the last `find`."""
-        return True in [module.training for module in self._members.modules]
-
-    def _key(self, args: tuple, kwargs: dict) -> tuple | None:
+    def _key(self, args: tuple, kwargs: dict, training: list[bool]) -> tuple | None:
         kinds: list = [tuple(kwargs), torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.Tensor):
@@ -198,9 +200,8 @@ class Kinds:
                 kinds.append((str(structure), *(_kind(leaf) for leaf in found)))
         modules = self._members.modules
         hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks or ())) for m in modules]
-        trains = [m.training for m in modules]
         trained = [p is not None and p.requires_grad for m in modules for p in m._parameters.values()]
-        return (*kinds, *hooks, *trains, *trained)
+        return (*kinds, *hooks, *training, *trained)
 
     def _look_at_settings(self) -> None:
         """Forget all kinds if a module holds something else than before; such a module is not left alone any more."""
@@ -234,7 +235,6 @@ class Kinds:
                         indices[parameter] = len(indices)
                         kind.parameters.append((part._parameters, name))
                     alone.places.append((part._parameters, name, indices[parameter]))
-        kind.trains = any(module.training for module in names)
         self._known[key] = kind
         for old in list(self._known)[:-_MOST_KINDS]:
             del self._known[old]

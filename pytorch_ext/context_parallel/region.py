@@ -173,8 +173,8 @@ class RegionEntry:
             return self.given.enter((args, kwargs))
         with torch._C.DisableTorchFunction():
             key, kind, seed = self._agreed_kind(module, args, kwargs) if self.learns else (None, None, None)
-            call = agreed(type(module).__name__, self.sharing, (args, kwargs), seed) if kind is None else kind.call
-        if any(part.training for part in module.modules()) if kind is None else kind.trains:
+            call = agreed(type(module).__name__, self.sharing, (args, kwargs), seed=seed) if kind is None else kind.call
+        if self.kinds.trains if self.kinds is not None else any(part.training for part in module.modules()):
             forward.frame.enter_context(random_numbers_of(call.seed if seed is None else seed, call.device))
         if kind is not None:
             with torch._C.DisableTorchFunction():
@@ -199,7 +199,7 @@ class RegionEntry:
         mark = zlib.crc32(repr((forms, [int(mark_of_bits(x)) for x in compared if x.ndim > sharing.dim])).encode())
         length = -1 if kind is None else kind.call.layout.length
         # In eval mode nothing is drawn: units that run one by one in a first call would draw once each.
-        seed = int(torch.randint(2**62, (1,))) if self.kinds.trains() else 0
+        seed = int(torch.randint(2**62, (1,))) if self.kinds.trains else 0
         where = ranks.device_of_numbers(tensors[0].device if tensors else torch.device("cpu"))
         own = torch.tensor([[length, mark, seed]], device=where)
         rows = ranks.all_gather(own, 0, [1] * ranks.world_size).tolist()
@@ -272,16 +272,16 @@ class SharedCall:
 
 
 def agreed(
-    caller: str, sharing: Sharing, tree, seed: int | None = None, alike: Sequence[torch.Tensor] | None = None
+    caller: str, sharing: Sharing, tree, alike: Sequence[torch.Tensor] | None = None, seed: int | None = None
 ) -> SharedCall:
     """Agree on how the sequence of this call is shared. A collective call of the ranks that share it.
 
     Args:
         caller: first word of the error messages.
         tree: the call's arguments.
-        seed: of the call, if the ranks have agreed on it; None: rank 0 draws one.
         alike: tensors that must have the same values on all ranks if the model takes the whole. None: all arguments
             along the sequence.
+        seed: of the call, if the ranks have agreed on it; None: rank 0 draws one.
 
     Raises:
         ValueError: no argument has the sequence's dimension, or the ranks' arguments do not fit together; the latter on

@@ -150,7 +150,7 @@ def part_backward(of_rows, of_keys, part: Part, chunk: AttentionChunk) -> tuple[
     (q, dout, out, lse), (k, v) = of_rows, of_keys
     no_numbers = torch.empty(2, dtype=torch.int64, device=q.device)  # nothing is dropped, so they are not read
     bounds = {"window_size_left": part.left, "window_size_right": 0} if part.left >= 0 else {}
-    with _same_in_every_run() if chunk.library == "deterministic" else contextlib.nullcontext():
+    with same_in_every_run() if chunk.library == "deterministic" else contextlib.nullcontext():
         found = _aten._flash_attention_backward.default(
             *_by_position(dout, q, k, v, out),
             lse.contiguous(),
@@ -210,7 +210,7 @@ def _on_gpu(q: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _same_in_every_run() -> Iterator[None]:
+def same_in_every_run() -> Iterator[None]:
     """Let ATen add in a fixed order, one thread at a time: the mode is the process's.
 
     It fills no new memory meanwhile, as it otherwise does in this mode.

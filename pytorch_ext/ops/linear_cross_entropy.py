@@ -100,8 +100,9 @@ def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction)
         )
     # Not whether anything waits: ranks must agree on the chunks.
     trains = torch.is_grad_enabled() and weight.requires_grad
-    whole = _KEEPS_LOGITS and trains and target.numel() * x.element_size() <= weight.size(1) * _wide(x.dtype).itemsize
-    ahead = whole or (torch.is_grad_enabled() and reduction != "none" and x.dtype != torch.float16)
+    fits = target.numel() * x.element_size() <= weight.size(1) * _wide(x.dtype).itemsize
+    one_chunk = _KEEPS_LOGITS and trains and fits
+    ahead = one_chunk or (torch.is_grad_enabled() and reduction != "none" and x.dtype != torch.float16)
     token = None
     if ahead and weight.requires_grad and not torch.compiler.is_compiling():
         earlier = _waiting.get(parameter)
@@ -109,11 +110,13 @@ def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction)
         if ahead:
             token = _Waiting()
             _waiting[parameter] = weakref.ref(token)
-    needs = tuple(ahead and not whole and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    needs = tuple(
+        ahead and not one_chunk and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
+    )
     with without_autocast(x.device.type):
         loss = LinearCrossEntropyFunction.apply(
             *(as_matrix(x), weight, bias, target.reshape(-1), ranks, ignore_index, smoothing, reduction, main_grad),
-            *(needs, token, trains, whole, whole and ahead),
+            *(needs, token, trains, one_chunk, one_chunk and ahead),
         )
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -144,13 +147,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, weight, bias, target, ranks: Communicator | None, ignore_index, smoothing, reduction, main_grad, needs,
-        token, trains, whole, keeps,
+        token, trains, one_chunk, keeps_logits,
     ):  # fmt: skip
         sizes, rank = [weight.size(0)], 0
         if ranks is not None:
             sizes, rank = ranks.all_sizes(weight, 0), ranks.rank
         arguments = sum(sizes[:rank]), sum(sizes), ignore_index, smoothing
-        ctx.chunks = [slice(0, len(x))] if whole else _chunks(x, max(sizes), trains)
+        ctx.chunks = [slice(0, len(x))] if one_chunk else _chunks(x, max(sizes), trains)
         sums = _GradientSums(x, weight, bias, needs) if any(needs) else None
         each = []
         for rows in ctx.chunks:
@@ -166,14 +169,14 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         losses, highest, log_sum, loss, count, valid = each[0] if len(each) == 1 else _joined(each)
         check_targets(target, ignore_index, arguments[1], valid)
         ctx.ranks, ctx.main_grad, ctx.arguments = ranks, main_grad, arguments
-        ctx.token, ctx.whole, ctx.has_logits = token, whole, keeps
+        ctx.token, ctx.one_chunk, ctx.has_logits = token, one_chunk, keeps_logits
         ctx.at_once, ctx.dtypes = sums is not None, [None if t is None else t.dtype for t in (x, weight, bias)]
         mean = count if reduction == "mean" else None
         loss = loss if mean is None else loss / count
         if sums is not None:
             ctx.save_for_backward(mean, *sums.of_all)
         else:
-            ctx.save_for_backward(mean, x, weight, bias, target, highest, log_sum, z if keeps else None)
+            ctx.save_for_backward(mean, x, weight, bias, target, highest, log_sum, z if keeps_logits else None)
         return losses if reduction == "none" else loss
 
     @staticmethod
@@ -187,7 +190,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         else:
             x, weight, bias, *of_rows, kept = saved
             of_rows, scale = [*of_rows, scale.expand(len(of_rows[0]))], None
-            sums = None if ctx.whole else _GradientSums(x, weight, bias, ctx.needs_input_grad)
+            sums = None if ctx.one_chunk else _GradientSums(x, weight, bias, ctx.needs_input_grad)
             for rows in ctx.chunks:
                 # .data has a version of its own: another backward may ask for what is saved.
                 z = kept.data if ctx.has_logits else _logits(x[rows], weight, bias)

@@ -496,7 +496,7 @@ class Pipeline(nn.Module):
         shared = None
         if self._sharing is not None:
             alike = [x for x in tree_leaves((inputs, targets)) if isinstance(x, torch.Tensor)]
-            shared = agreed("Pipeline", self._sharing, inputs, alike=alike)
+            shared = agreed("Pipeline", self._sharing, inputs, alike)
         self._cut.shared = shared
         seed = torch.randint(2**62, (1,)) if shared is None else torch.tensor([shared.seed])
         return int(self._ranks.broadcast_(seed.to(self._ranks.device_of_numbers(self._device)), 0))

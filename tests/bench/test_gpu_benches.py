@@ -175,13 +175,6 @@ def test_peers_of_other_packages_are_called_as_they_are_published(monkeypatch):
     assert asked == [((1, 6, 4, 8), (1, 6, 2, 8), True, ordered) for ordered in (False, True)]
 
 
-def test_an_ordered_backward_leaves_the_mode_as_it_was():
-    with attention_peers._deterministic():
-        assert torch.are_deterministic_algorithms_enabled()
-        assert not torch.utils.deterministic.fill_uninitialized_memory
-    assert not torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
-
-
 def test_other_tiles_of_ours_are_no_peer_of_a_row(monkeypatch):
     times = {"ours": 4.0, "ours big": 1.0, "library": 2.0}
     monkeypatch.setattr(

@@ -53,7 +53,7 @@ _WORKERS = 4  # groups of first launches at a time
 _SAVE_EVERY_ROWS = 10
 _REHEARSAL = 5  # times as long, for Triton's interpreter
 _LARGE = "rank_order_sum", "communicating", "several_gpus"
-SUITES = ("launch", "llama_step", "cross_entropy", "bucket", "grouped_matmul", "attention_chunk", "matmul", *_LARGE)
+SUITES = ("launch", "cross_entropy", "bucket", "grouped_matmul", "attention_chunk", "matmul", *_LARGE)
 COLLECTIVES = "rank_order_sum", "several_gpus", "tests_of_several", "tune_collectives"  # named together "collectives"
 _ACROSS = ("communicating", "collectives")  # groups of first launches of virtual ranks
 
@@ -111,6 +111,7 @@ def steps() -> dict[str, GpuStep]:
         "tests_of_several": GpuStep(partial(tests, marker="gpus2"), 600),
         "tune_collectives": GpuStep(partial(tune, ops=("collectives",)), 300),
         "across": GpuStep(across, 100),
+        "llama_step": GpuStep(partial(bench, "llama_step", rounds=7), 90),
         **parts(),
     }
 

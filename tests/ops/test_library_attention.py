@@ -226,7 +226,7 @@ def test_deterministic_mode_is_the_processs_and_ends_whatever_happens():
     def one():
         inside.wait()
         for _ in range(50):
-            with library_attention._same_in_every_run():
+            with library_attention.same_in_every_run():
                 assert torch.are_deterministic_algorithms_enabled()
         ends.append(True)
 
@@ -236,7 +236,7 @@ def test_deterministic_mode_is_the_processs_and_ends_whatever_happens():
     for thread in threads:
         thread.join()
     assert ends == [True, True] and not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(ZeroDivisionError), library_attention._same_in_every_run():
+    with pytest.raises(ZeroDivisionError), library_attention.same_in_every_run():
         _ = 1 / 0
     assert not torch.are_deterministic_algorithms_enabled()
 
