@@ -1,6 +1,7 @@
-"""Kernels in Triton's interpreter, for tests whose ranks are processes with CPU tensors."""
+"""Kernels in Triton's interpreter, and processes that compile them instead."""
 
 import os
+import sys
 from contextlib import contextmanager
 from unittest import mock
 
@@ -29,3 +30,9 @@ def by_kernels():
 
     with mock.patch.object(InterpreterBuilder, "create_dot", dot), kernel_choice.prefer("kernel"):
         yield
+
+
+def compiling():
+    """Return the environment of a process that compiles kernels instead of interpreting them."""
+    outside = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**outside, "PYTHONPATH": os.pathsep.join(sys.path)}
