@@ -1,6 +1,7 @@
 """A mesh with ep: ranks of dp hold experts together, and a model learns what one process learns from the whole batch."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -127,6 +128,50 @@ def test_so_do_other_meshes_and_options(world, sizes, options):
 )
 def test_so_do_experts_over_ep_with_their_intermediate_dimension_over_tp(sizes, options):
     run_ranks(check_learning, 4, sizes, options, True, IN_PARTS)
+
+
+def check_adding_up(rank, sizes, options, plan):
+    """Backwards without zero_grad between them, some in no_sync, add up to what one process adds up."""
+    mesh = weft.init_mesh(**sizes)
+    replicas, place = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    plain = Mixture().double()
+    inside = weft.parallelize(copy.deepcopy(plain), mesh["pp", "cp", "tp"], plan=plan)
+    model = weft.DataParallel(inside, group=mesh["dp"], **options)
+    of_plain, scale = dict(plain.named_parameters()), 1 if options.get("average", True) else replicas
+    for step, reduces in enumerate([True, True, False, True, False, False, True]):
+        if step == 5:
+            model.zero_grad()
+            plain.zero_grad()
+        if step == 3 and not options.get("main_grad"):  # the order is recorded anew, and some keep what they have
+            inside.layers[0].requires_grad_(False)
+            with pytest.raises(ValueError, match="wait to be summed"):
+                model(batch(step, replicas))
+            inside.layers[0].requires_grad_(True)
+        tokens = batch(step, replicas)
+        with nullcontext() if reduces else model.no_sync():
+            loss_of(model, tokens.split(2)[place]).backward()
+        (scale * loss_of(plain, tokens)).backward()
+        for name, parameter in inside.named_parameters() if reduces else ():
+            main_grad = getattr(parameter, "main_grad", None)
+            found = whole(parameter, parameter.grad if main_grad is None else main_grad.double())
+            exact = 1e-8 if main_grad is None else 1e-5  # which is in fp32
+            torch.testing.assert_close(found, of_plain[name].grad, rtol=exact, atol=exact / 100, msg=f"{name} {step}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "plan"),
+    [
+        (dict(dp=2, ep=2), {}, "auto"),
+        pytest.param(dict(dp=2, ep=2), dict(average=False), "auto", marks=pytest.mark.slow("data_parallel")),
+        pytest.param(dict(dp=2, ep=2), dict(main_grad=True), "auto", marks=pytest.mark.slow("data_parallel")),
+        pytest.param(dict(dp=3, ep=3), {}, "auto", marks=pytest.mark.slow("data_parallel")),
+        pytest.param(dict(dp=4, ep=2), dict(bucket_mb=1e-3), "auto", marks=pytest.mark.slow("data_parallel")),
+        pytest.param(dict(dp=2, tp=2, ep=2), {}, IN_PARTS, marks=pytest.mark.slow("data_parallel")),
+        pytest.param(dict(dp=2, cp=2, ep=4), {}, "auto", marks=pytest.mark.slow("data_parallel")),
+    ],
+)
+def test_backwards_add_up_without_no_sync(sizes, options, plan):
+    run_ranks(check_adding_up, sizes["dp"] * sizes.get("tp", 1) * sizes.get("cp", 1), sizes, options, plan)
 
 
 def check_pipeline(rank, sizes, reduction):

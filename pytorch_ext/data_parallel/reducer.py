@@ -42,7 +42,7 @@ from weft.data_parallel.consensus import BackwardErrors, ErrorConsensus
 from weft.data_parallel.grad_norm import BLOCK, counted, powers
 from weft.sharding.owners import owners_of
 from weft.sharding.ruled_tensor import RuledTensor
-from weft.sharding.sharded_grad import gradient_like, is_elsewhere, over_ranks
+from weft.sharding.sharded_grad import gradient_like, is_elsewhere, local, over_ranks
 
 if TYPE_CHECKING:
     from weft.data_parallel.sharded_optimizer import Shards
@@ -174,6 +174,9 @@ class Reducer:
                 reducer._abandon()
             if not reducer._ends:
                 Variable._execution_engine.queue_callback(reducer._end)  # type: ignore[attr-defined]
+            for slot in reducer.slots:
+                if slot.into_main_grad:  # to which products are added before the parameter's own hooks run
+                    reducer._count_once(slot)
             reducer._outputs_begin, reducer._ends, reducer._reduces = True, True, sync
             if sync:
                 reducer._begin()
@@ -252,12 +255,10 @@ class Reducer:
         slot.given = True
         if self._check_gradients and not gradient.isfinite().all():
             self._nonfinite.append(slot.name)
+        if slot.reduced:
+            self._count_once(slot)
         if slot.view is None or slot.bucket is None:
             return None
-        if slot.reduced:
-            slot.reduced = False
-            if self.transport.divisor == 1:
-                self._count_once(slot)
         if slot.into_main_grad:
             slot.view.add_(gradient)
             return (None,)
@@ -292,12 +293,20 @@ class Reducer:
         )
 
     def _count_once(self, slot: Slot) -> None:
-        """Drop the result of the last reduction on all ranks but rank 0, before a first gradient is added to it.
+        """Change the result of the last reduction, before more is added to it, so that the next one leaves it as it is.
 
-        For gradients that are summed, not averaged. The next sum then counts that result once, not W times.
+        An average over all ranks needs no change. For gradients that are summed, all ranks but rank 0 drop the result.
+        A sum over few ranks (those of an expert) that is divided by the number of all would shrink it.
         """
-        if ranks_that_reduce(slot.parameter, self.ranks).rank > 0:
+        gradient = slot.view if slot.into_main_grad else slot.parameter.grad
+        reduced, slot.reduced = slot.reduced, False
+        if not reduced or gradient is None:
+            return
+        ranks, divisor = ranks_that_reduce(slot.parameter, self.ranks), self.transport.divisor
+        if divisor == 1 and ranks.rank > 0:
             slot.parameter.grad = None
+        elif divisor not in (1, ranks.world_size):
+            local(gradient).mul_(divisor / ranks.world_size)
 
     def _has_arrived(self, slot: Slot) -> None:
         if self._by_hand and self._task is None:
@@ -417,9 +426,7 @@ class Reducer:
 
     def _fill_in(self, slot: Slot) -> None:
         """Prepare the place of a parameter that got no gradient in this backward: an earlier gradient, or zeros."""
-        if slot.reduced and self.transport.divisor == 1:
-            self._count_once(slot)
-        slot.reduced = False
+        self._count_once(slot)
         if slot.into_main_grad:
             return
         if slot.parameter.grad is None:
