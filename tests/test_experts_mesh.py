@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared_models import Mixture
+from shared_models import Mixture, MixtureBlock
 from torch import nn
 
 import weft
 from weft.mesh import expert_mesh
 from weft.nn import Experts, ParallelExperts
+from weft.ops.kernel_choice import prefer
 from weft.testing.ranks import run_ranks
 
 
@@ -172,6 +173,25 @@ def check_adding_up(rank, sizes, options, plan):
 )
 def test_backwards_add_up_without_no_sync(sizes, options, plan):
     run_ranks(check_adding_up, sizes["dp"] * sizes.get("tp", 1) * sizes.get("cp", 1), sizes, options, plan)
+
+
+def check_products_added_to_main_grad(rank):
+    """The kernels add an expert's product to main_grad themselves, before the parameter's hooks run."""
+    mesh = weft.init_mesh(dp=2, ep=2)
+    inside = weft.parallelize(MixtureBlock(), mesh["pp", "cp", "tp"], plan={"experts": "experts"})
+    model = weft.DataParallel(inside, group=mesh["dp"], main_grad=True)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+    once = {}
+    with prefer("kernel"):
+        for times in (1, 2, 3):
+            model(x).square().sum().backward()
+            once = once or {name: p.main_grad.clone() for name, p in inside.named_parameters()}
+            for name, p in inside.named_parameters():
+                torch.testing.assert_close(p.main_grad, times * once[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_so_do_products_that_kernels_add_to_main_grad():
+    run_ranks(check_products_added_to_main_grad, 2)
 
 
 def check_pipeline(rank, sizes, reduction):
