@@ -11,6 +11,7 @@ KEYS = {
     "place": "GradientPlace: of its gradients; kept until other metadata is set",
     "watched": "True: gradients of this parameter get their place",
     "summed_over": "Communicator: the ranks over which the gradient of a whole parameter is summed",
+    "replaced_by": "str: the call that has put other parameters in the place of this one",
     "averaged": "True: the gradient of an expert's parameter is divided by the ranks of dp",
     "part": "(dimension, every rank's size, the ranks): of a module's output that is split over ranks",
     "invariant": "int: a parameter of a model with the same bits on any number of ranks, in that many units",

@@ -31,6 +31,7 @@ from weft.pipeline.layer_split import LayerSplit, check_layers
 from weft.pipeline.pipeline import Pipeline
 from weft.replicas import CHECKS, SameCalls, check_replicas, check_same_model
 from weft.rng import name_modules, restore_rng_state, rng_states
+from weft.sharding.optimizer_check import refuse_replaced
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.auto import AutomaticPlan
 from weft.tensor_parallel.gather_outputs import return_whole
@@ -158,6 +159,7 @@ def parallelize(
     check_choice("parallelize: checks", checks, CHECKS)
     ranks = ranks_along(mesh, invariant is not None)
     stage, sharding = zero_options(zero, ranks.sizes, invariant)
+    parameters = list(model.parameters())
     if invariant is not None:
         _check_invariant(model, ranks, invariant, pipeline is not None)
     if pipeline is not None:
@@ -172,6 +174,7 @@ def parallelize(
         if stage == 3:
             made.shard_parameters(_sharers(mesh, ranks), _sharers_of_experts(ranks), sharding)
             _give_out_by_block(made)
+        refuse_replaced(parameters, made, "weft.parallelize")
         return made
 
     sharing = _sharing_of(model, ranks, context, checks, invariant)
@@ -200,6 +203,7 @@ def parallelize(
     wrapped = _over_replicas(cut, mesh, ranks, stage, sharding, invariant)
     SameCalls({} if ranks.tp is None or split.by_parts else {ranks.tp: True}, checks).install(wrapped, cut)
     _tune_at_first_call(wrapped, tune)
+    refuse_replaced(parameters, wrapped, "weft.parallelize")
     return _recorded(wrapped, cut, ranks, automatic, size)
 
 

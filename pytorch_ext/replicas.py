@@ -163,14 +163,15 @@ def _difference(ranks: Communicator, sums: dict[str, torch.Tensor]) -> str:
         different = (rows[rank] != rows[0]).nonzero().flatten().tolist()
         if different:
             name = list(sums)[different[0]]
-            return f"{name} differs between rank 0 and rank {rank} ({len(different)} of {len(sums)} tensors do)"
+            first, other = ranks.global_ranks[0], ranks.global_ranks[rank]
+            return f"{name} differs between rank {first} and rank {other} ({len(different)} of {len(sums)} tensors do)"
     return ""
 
 
 def _compare_copies(ranks: Communicator, sums: dict[tuple[str, Any], int]) -> None:
     """Compare copies that only some of the ranks have. A collective call, also for ranks without a copy."""
     first_with: dict[tuple[str, Any], tuple[int, int]] = {}
-    for rank, its in enumerate(ranks.all_gather_object(sums)):
+    for rank, its in zip(ranks.global_ranks, ranks.all_gather_object(sums), strict=True):
         for key, total in its.items():
             first, expected = first_with.setdefault(key, (rank, total))
             if total != expected:
@@ -205,9 +206,10 @@ def check_distinct(model: nn.Module) -> None:
             ]
             if same:
                 raise ValueError(
-                    f"ranks {first} and {second} have the same part of {same[0]} ({len(same)} of {len(parts)} split "
-                    "weights): they were drawn alike, or loaded from one rank's file, after weft.parallelize. "
-                    "Initialise before it, and load whole weights or by weft.load_checkpoint"
+                    f"ranks {ranks.global_ranks[first]} and {ranks.global_ranks[second]} have the same part of "
+                    f"{same[0]} ({len(same)} of {len(parts)} split weights): they were drawn alike, or loaded from one "
+                    "rank's file, after weft.parallelize. Initialise before it, and load whole weights or by "
+                    "weft.load_checkpoint"
                 )
 
 
@@ -306,11 +308,12 @@ class SameCalls:
         differ = False
         for ranks, draw_alike in self.groups.items():
             per_rank: list[tuple] = ranks.all_gather_object((*numbers, values, random))
-            for rank, its in enumerate(per_rank):
+            for rank, its in zip(ranks.global_ranks, per_rank, strict=True):
                 for first, other, difference in zip(per_rank[0], its, _DIFFERENCES, strict=False):
                     if first != other:
                         raise ValueError(
-                            f"{name}: ranks 0 and {rank}, which compute one model together, were called {difference}. "
+                            f"{name}: ranks {ranks.global_ranks[0]} and {rank}, which compute one model together, were "
+                            f"called {difference}. "
                             'A sampler must count the ranks of mesh["dp"] alone: num_replicas=mesh["dp"].size(), '
                             'rank=mesh["dp"].get_local_rank()'
                         )

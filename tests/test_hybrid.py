@@ -367,7 +367,7 @@ def refuse(rank):
         (
             linears,
             pair,
-            "0 gives .* rank 0 has 0 to 6 of them, where 1 takes 0 to 8: give both the same unit and parts",
+            "0 gives .* rank 0 of tp has 0 to 6 of them, where 1 takes 0 to 8: give both the same unit and parts",
             {"plan": {"0": "column", "1": {"style": "row", "unit": 4}}},
         ),
         (linears, pair, "no nn.ModuleList or nn.Sequential of blocks", {"plan": None, "recompute": "full"}),

@@ -343,10 +343,15 @@ def check_cuts(rank):
     for gate, up, down, message in (
         (alike, alike, alike, None),
         ({"unit": 4}, {"unit": 4}, {"unit": 4}, None),
-        (alike, alike, {}, "gate gives .* rank 0 has 0 to 4 and 8 to 14 of them, where down takes 0 to 10"),
-        ({}, {}, alike, "gate gives .* rank 0 has 0 to 10 of them, where down takes 0 to 4 and 8 to 14"),
-        ({"unit": 4}, {"unit": 4}, {}, "rank 0 has 0 to 12 of them, where down takes 0 to 10: give both the same unit"),
-        ({}, alike, {}, "gate gives .* rank 0 has 0 to 10 of them, where up takes 0 to 4 and 8 to 14"),
+        (alike, alike, {}, "gate gives .* rank 0 of tp has 0 to 4 and 8 to 14 of them, where down takes 0 to 10"),
+        ({}, {}, alike, "gate gives .* rank 0 of tp has 0 to 10 of them, where down takes 0 to 4 and 8 to 14"),
+        (
+            {"unit": 4},
+            {"unit": 4},
+            {},
+            "rank 0 of tp has 0 to 12 of them, where down takes 0 to 10: give both the same unit",
+        ),
+        ({}, alike, {}, "gate gives .* rank 0 of tp has 0 to 10 of them, where up takes 0 to 4 and 8 to 14"),
     ):
         plan = {
             "gate": {"style": "column", **gate},
@@ -379,7 +384,9 @@ def check_heads(rank):
     torch.manual_seed(0)
     whole, x = GroupedAttention().double(), torch.randn(2, 5, 8, dtype=torch.float64)
     plan = {name: {"style": "row" if name == "o" else "column", "unit": 8} for name in "qkvo"}
-    with pytest.raises(ValueError, match='rank 1 has 48 to 96 of them, and 16 to 24 of the k they use: say "heads"'):
+    with pytest.raises(
+        ValueError, match='rank 1 of tp has 48 to 96 of them, and 16 to 24 of the k they use: say "heads"'
+    ):
         weft.parallelize(copy.deepcopy(whole), plan=plan)  # 12 query heads are cut 6 + 6, 3 KV heads 2 + 1
     with_heads = {name: {**entry, "heads": (12, 3)} for name, entry in plan.items()}
     torch.testing.assert_close(weft.parallelize(copy.deepcopy(whole), plan=with_heads)(x), whole(x))

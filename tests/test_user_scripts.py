@@ -252,6 +252,10 @@ def optimizer_before(rank, sizes):
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain)]
     parameters = [list(one.parameters()) for one in (model, plain)]
     model = split(mesh, model)
+    if sizes.get("pp", 1) > 1:  # it has the layers of other stages
+        with pytest.raises(ValueError, match="AdamW: .* made before weft.parallelize"):
+            optimizers[0].step()
+        optimizers[0], parameters[0] = torch.optim.AdamW(model.parameters(), lr=0.01), list(model.parameters())
     found = []
     for number, batch in enumerate(batches_of(3)):
         loss_of(model, mine_of(batch, mesh)).backward()

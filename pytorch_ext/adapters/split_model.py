@@ -9,6 +9,7 @@ from transformers import Trainer, TrainerCallback
 from weft.checkpoint.pretrained_files import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
+from weft.data_parallel.data_parallel import DataParallel
 from weft.pipeline import Pipeline
 from weft.sharding.shard import shard_of
 from weft.tensor_parallel.peft_wrappers import without_peft
@@ -20,10 +21,12 @@ class SplitModel(TrainerCallback):
     Attributes:
         replicas: the ranks that share a batch; None if all ranks compute with all rows.
         pipeline: runs the model's stages; None if each rank runs all layers.
+        reducing: reduces the model's gradients over the replicas, from the start of the training on.
     """
 
     def __init__(self, mesh: DeviceMesh, pipeline: Pipeline | None = None):
         self.pipeline = pipeline
+        self.reducing: DataParallel | None = None
         shared = "dp" in (mesh.mesh_dim_names or ()) and mesh["dp"].size() > 1
         self.replicas: Communicator | None = communicator(mesh["dp"]) if shared else None
 

@@ -10,6 +10,7 @@ Trainer has no hooks for these, so `register` wraps its methods. Every other Tra
 import base64
 import functools
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -152,40 +153,72 @@ def _replicas_of(trainer: Any) -> Communicator | None:
 
 
 def _wrap(plain: Callable, trainer: Any, model: nn.Module, training: bool = True, dataloader=None) -> nn.Module:
-    replicas = _replicas_of(trainer) if _pipeline_of(trainer) is None else None  # a pipeline adds up its own gradients
-    if replicas is None or not training or isinstance(model, DataParallel | FSDPModule):
-        return model if isinstance(model, DataParallel) else plain(model, training, dataloader)
-    unused = "zero" if trainer.args.ddp_find_unused_parameters else "error"
-    return DataParallel(
-        plain(model, training, dataloader), group=replicas.group, average=False, unused_parameters=unused
-    )
+    """Let the model's backward reduce gradients over dp, and each step of the trainer take this rank's rows.
+
+    The model stays the object that it is: a trainer's own code looks at its class, its name and its signature.
+    """
+    mark, model = mark_of(trainer), plain(model, training, dataloader)
+    if mark is None or mark.replicas is None or mark.pipeline is not None or not training:
+        return model
+    if mark.reducing is None or mark.reducing.module is not model:
+        mark.reducing = None
+        if not isinstance(model, FSDPModule):  # by parallelize(..., zero=3), which reduces gradients itself
+            unused = "zero" if trainer.args.ddp_find_unused_parameters else "error"
+            group = mark.replicas.group
+            mark.reducing = DataParallel(model, group=group, average=False, unused_parameters=unused)
+            mark.reducing.follow()
+    if "training_step" not in vars(trainer):  # also that of a subclass
+        reference, plain_step = weakref.ref(trainer), type(trainer).training_step
+        trainer.training_step = lambda *args, **kwargs: _train_on_part(plain_step, reference(), mark, *args, **kwargs)
+    return model
 
 
-def _train_on_part(plain: Callable, trainer: Any, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-    """Run forward and backward on this rank's rows or stages, and return the loss of the whole batch."""
-    replicas = _replicas_of(trainer)
-    if (pipe := _pipeline_of(trainer)) is not None:
-        pipe.train()
-        with nullcontext() if replicas is None else own_random_numbers(replicas, trainer.args.device):
-            return pipe.step(_staged(trainer, inputs, num_items_in_batch))
-    if replicas is None:
-        return plain(model, inputs, num_items_in_batch)
-    # The model then returns a sum divided by the items of all ranks, and otherwise a mean over its own.
-    is_sum = num_items_in_batch is not None and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
-    part, weight = part_of_batch(inputs, replicas.rank, replicas.world_size, is_sum)
-    sharded = isinstance(model, FSDPModule)  # by parallelize(..., zero=3): gradients are averaged, after each backward
-    weight *= replicas.world_size if sharded else 1
-    compute_loss = trainer.compute_loss
-    trainer.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs) * weight
+def _train_on_part(
+    plain: Callable, trainer: Any, mark: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch=None
+) -> torch.Tensor:
+    """Run forward and backward on this rank's rows, and return the loss of the whole batch.
+
+    Each rank's loss counts by its part of the labels. One that is divided by the labels of all ranks is divided by
+    those of this one instead, so that it may be a mean or not: a trainer's own loss does not say.
+    """
+    replicas, reducing = mark.replicas, mark.reducing
+    shifted = getattr(trainer, "_loss_shifts_labels", False)
+    part, weight = part_of_batch(inputs, replicas.rank, replicas.world_size, shifted)
+    if num_items_in_batch is not None and weight:
+        num_items_in_batch = num_items_in_batch * weight
+    backward, backwards = trainer.accelerator.backward, 0
+    of_gradients = weight if reducing is not None else weight * replicas.world_size  # zero=3 averages them
+
+    def weighed(loss: torch.Tensor, **options: Any) -> None:
+        nonlocal backwards
+        backwards += 1
+        backward(loss * of_gradients, **options)
+
+    trainer.accelerator.backward = weighed
     try:
         with (
             own_random_numbers(replicas, trainer.args.device),
-            nullcontext() if sharded or trainer.accelerator.sync_gradients else model.no_sync(),
+            nullcontext() if reducing is None or trainer.accelerator.sync_gradients else reducing.no_sync(),
         ):
-            loss = plain(model, part, num_items_in_batch)
+            loss = plain(trainer, model, part, num_items_in_batch)
     finally:
-        del trainer.compute_loss
-    return replicas.all_reduce_(loss / replicas.world_size if sharded else loss.clone())
+        del trainer.accelerator.backward
+    if not backwards:
+        raise ValueError(
+            f"Trainer over dp={replicas.world_size}: {type(trainer).__name__}.training_step must call "
+            "self.accelerator.backward(loss), where the loss of this rank's rows gets its weight"
+        )
+    return replicas.all_reduce_(loss * weight)
+
+
+def _train_in_stages(plain: Callable, trainer: Any, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+    """Run a step of the pipeline, and return the loss of the whole batch."""
+    if (pipe := _pipeline_of(trainer)) is None:
+        return plain(model, inputs, num_items_in_batch)
+    replicas = _replicas_of(trainer)
+    pipe.train()
+    with nullcontext() if replicas is None else own_random_numbers(replicas, trainer.args.device):
+        return pipe.step(_staged(trainer, inputs, num_items_in_batch))
 
 
 def _evaluate(plain: Callable, trainer: Any, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -212,10 +245,12 @@ def _held(trainer: Any, model: nn.Module | None = None) -> nn.Module:
 
 def _staged(trainer: Any, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> dict[str, Any]:
     """Return this rank's rows of a batch for a pipeline: each micro-batch divides its sum by the labels of all."""
-    if num_items is None or trainer.compute_loss_func is not None:
+    own = type(trainer).compute_loss is not Trainer.compute_loss and not type(trainer).__module__.startswith("trl.")
+    if num_items is None or own or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         raise ValueError(
             "Trainer on a pipeline needs labels, and a model that takes num_items_in_batch for its own loss; "
-            f"{type(trainer.model).__name__} does not, or there is a compute_loss_func"
+            f"{type(trainer.model).__name__} does not, or there is a compute_loss, a compute_loss_func or a "
+            "label_smoothing_factor"
         )
     inputs = trainer._prepare_inputs(inputs)
     if (replicas := _replicas_of(trainer)) is not None:
@@ -225,18 +260,20 @@ def _staged(trainer: Any, inputs: Mapping[str, Any], num_items: torch.Tensor | i
                 f"Trainer on a pipeline: a batch of {rows} rows has no equal parts for dp={replicas.world_size}; "
                 "set dataloader_drop_last, and a batch size that dp and the micro-batches divide"
             )
-        inputs, _ = part_of_batch(inputs, replicas.rank, replicas.world_size, is_sum=True)
+        inputs, _ = part_of_batch(inputs, replicas.rank, replicas.world_size)
     return {**inputs, "num_items_in_batch": int(num_items)}
 
 
-def part_of_batch(inputs: Mapping[str, Any], rank: int, ranks: int, is_sum: bool) -> tuple[dict[str, Any], float]:
-    """Return this rank's rows of a batch, and the weight of their loss in the loss of the whole batch.
+def part_of_batch(
+    inputs: Mapping[str, Any], rank: int, ranks: int, shifted: bool = False
+) -> tuple[dict[str, Any], float]:
+    """Return this rank's rows of a batch, and their part of the labels that count, or of the rows without labels.
 
     Args:
         inputs: the whole batch. The first dimension of each tensor is the rows'.
         rank: this rank.
-        ranks: number of ranks that share the batch. A rank without a row gets the first one, with weight 0.
-        is_sum: the loss is a sum, and not a mean over the labels or rows.
+        ranks: number of ranks that share the batch. A rank without a row or a label gets another's row, with weight 0.
+        shifted: the loss compares a position with the label of the next, so that the first label of a row counts not.
 
     Raises:
         ValueError: the tensors have different first dimensions, or the batch has lists.
@@ -250,15 +287,16 @@ def part_of_batch(inputs: Mapping[str, Any], rank: int, ranks: int, is_sum: bool
             "number of rows, or a mesh without dp"
         )
     rows = next(iter(sizes.values()))[0]
+    counts = torch.ones(rows, dtype=torch.int64)
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+        labels = labels[..., 1:] if shifted and "shift_labels" not in inputs else labels
+        counts = (labels != _IGNORED_LABEL).view(rows, -1).sum(1).cpu()
     start, stop = (rows * edge // ranks for edge in (rank, rank + 1))
-    own = slice(start, stop) if stop > start else slice(0, 1)
-    weight = float(stop > start) if is_sum else (stop - start) / rows
-    labels = inputs.get("labels")
-    if not is_sum and isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-        counts = (labels != _IGNORED_LABEL).view(rows, -1).sum(1)
-        weight = float(counts[start:stop].sum() / counts.sum().clamp(min=1))
-        if not counts[own].any():  # a mean over nothing is not a number
-            own = slice(first := int(counts.argmax()), first + 1)
+    own = slice(start, stop)
+    if not counts[own].any():  # a mean over nothing is not a number
+        own = slice(first := int(counts.argmax()), first + 1)
+    weight = int(counts[start:stop].sum()) / max(1, int(counts.sum()))
     return {name: x[own] if name in sizes else x for name, x in inputs.items()}, weight
 
 
@@ -274,6 +312,6 @@ _METHODS: dict[str, Callable] = {
     "_load_scaler": _nothing,
     "_load_rng_state": _load_random,
     "_wrap_model": _wrap,
-    "training_step": _train_on_part,
+    "training_step": _train_in_stages,
     "prediction_step": _evaluate,
 }

@@ -109,7 +109,7 @@ def save_checkpoint(
     data = f"{_DATA}{identity}"
     if len(set(steps)) > 1:
         raise CheckpointError(f"the ranks save different steps: {', '.join(map(str, steps))}")
-    outlines, owner = save_plan.owners(described)
+    outlines, owner = save_plan.owners(described, ranks.global_ranks)
     about = {
         "step": step,
         "extras": dict(extras or {}),
@@ -130,7 +130,7 @@ def save_checkpoint(
 
     try:
         written = together(ranks, lambda: save_plan.write_share(folder, data, ranks.rank, here, owner, check_replicas))
-        save_plan.check_same(written, owner)
+        save_plan.check_same(written, owner, ranks.global_ranks)
         together(ranks, commit)
     except (CheckpointError, ValueError, TypeError):  # on every rank
         if not safetensors_io.is_manifest_of(folder, identity):

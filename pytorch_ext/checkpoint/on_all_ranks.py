@@ -18,7 +18,7 @@ class CheckpointError(RuntimeError):
 class Alone:
     """A process without a process group, with the part of a Communicator's interface that checkpoints use."""
 
-    rank, world_size = 0, 1
+    rank, world_size, global_ranks = 0, 1, (0,)
 
     def all_gather_object(self, value: Any) -> list:
         return [value]
@@ -53,7 +53,7 @@ def together(ranks, work: Callable[[], T]) -> list[T]:
     gathered = ranks.all_gather_object((value, failure))
     by_text: dict[str, list[int]] = {}
     kinds = []
-    for rank, (_, failed) in enumerate(gathered):
+    for rank, (_, failed) in zip(ranks.global_ranks, gathered, strict=True):
         if failed is not None:
             kinds.append(next(kind for kind in (TypeError, ValueError, CheckpointError) if issubclass(failed[0], kind)))
             by_text.setdefault(failed[1], []).append(rank)

@@ -63,13 +63,16 @@ def described(sections: Sections) -> tuple[Outlines, dict[Place, bool]]:
     return outlines, {place: held.own for place, held, _ in places_in(sections)}
 
 
-def owners(ranks_described: Sequence[tuple[Outlines, Mapping[Place, bool]]]) -> tuple[Outlines, dict[Place, int]]:
+def owners(
+    ranks_described: Sequence[tuple[Outlines, Mapping[Place, bool]]], numbers: Sequence[int]
+) -> tuple[Outlines, dict[Place, int]]:
     """Return the outlines of all tensors, and the rank that writes each place. Bytes are spread evenly over the ranks.
 
     The first rank writes a place where ranks may have different values.
 
     Args:
         ranks_described: result of `described` on each rank.
+        numbers: each rank's number in the program.
 
     Raises:
         CheckpointError: two ranks' outlines differ, or the places of all ranks do not cover each tensor exactly once.
@@ -80,7 +83,9 @@ def owners(ranks_described: Sequence[tuple[Outlines, Mapping[Place, bool]]]) -> 
     for rank, (of_rank, places) in enumerate(ranks_described):
         for key, outline in of_rank.items():
             if outlines.setdefault(key, outline) != outline:
-                raise CheckpointError(f"{key[1]} is {outlines[key]} on an earlier rank, and {outline} on rank {rank}")
+                raise CheckpointError(
+                    f"{key[1]} is {outlines[key]} on an earlier rank, and {outline} on rank {numbers[rank]}"
+                )
         for place in places:
             holders.setdefault(place, []).append(rank)
     load_bytes = [0] * len(ranks_described)
@@ -157,13 +162,13 @@ def write_share(
     return written
 
 
-def check_same(written: Sequence[Written], owner: Mapping[Place, int]) -> None:
-    """Raise CheckpointError, the same on every rank, if replicas differ."""
+def check_same(written: Sequence[Written], owner: Mapping[Place, int], numbers: Sequence[int]) -> None:
+    """Raise CheckpointError, the same on every rank, if replicas differ. `numbers` are the ranks' in the program."""
     wrong: dict[str, list[int]] = {}
     for rank, share in enumerate(written):
         for place, checksum in share.replicas.items():
             if written[owner[place]].boxes[place].checksum != checksum:
-                wrong.setdefault(f"{place.name} of rank {owner[place]}", []).append(rank)
+                wrong.setdefault(f"{place.name} of rank {numbers[owner[place]]}", []).append(numbers[rank])
     if wrong:
         lines = [f"{replica} on {ranks_text(ranks, len(written))}" for replica, ranks in wrong.items()]
         raise CheckpointError(
@@ -177,7 +182,7 @@ def check_seen(folder: Path, written: Sequence[Written]) -> dict[str, int]:
     sizes = {file: size for share in written for file, size in share.bytes.items()}
     for file, size in sizes.items():
         if not (folder / file).exists() or (folder / file).stat().st_size != size:
-            raise CheckpointError(f"rank 0 does not see {folder / file} as it was written: do the ranks share it?")
+            raise CheckpointError(f"this rank does not see {folder / file} as it was written: do the ranks share it?")
     return sizes
 
 

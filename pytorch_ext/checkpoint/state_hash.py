@@ -56,7 +56,7 @@ def state_hash(model: nn.Module, optimizer: Optimizers = None, *, group: Group =
         here.update(contents.of_training(model, optimizer)[0])
         return save_plan.described(here)
 
-    outlines, owner = save_plan.owners(together(ranks, describe))
+    outlines, owner = save_plan.owners(together(ranks, describe), ranks.global_ranks)
 
     def sums():
         found: dict[tuple[str, str], int] = {}

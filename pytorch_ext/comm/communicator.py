@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ class Communicator:
     @property
     def name(self) -> str:
         return name_of(self.group)
+
+    @cached_property
+    def global_ranks(self) -> list[int]:
+        """Each rank's number in the whole program, which is the one that errors name."""
+        return dist.get_process_group_ranks(self.group)
 
     @property
     def transport(self) -> str:

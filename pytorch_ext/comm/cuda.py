@@ -336,7 +336,8 @@ class DeviceCommunicator(Communicator):
     def _first_of(self, obstacle: str) -> str:
         """Return the obstacle of the lowest rank that has one, or ""; every rank passes its own."""
         obstacles = self.all_gather_object(obstacle)
-        return next((f"rank {rank}: {reason}" for rank, reason in enumerate(obstacles) if reason), "")
+        by_rank = zip(self.global_ranks, obstacles, strict=True)
+        return next((f"rank {rank}: {reason}" for rank, reason in by_rank if reason), "")
 
 
 class Lent:

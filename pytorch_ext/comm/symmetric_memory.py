@@ -89,7 +89,7 @@ def _on_gpu(ranks: Communicator, name: str, bytes: int, device: torch.device) ->
     ranks.watch([request.process for request in requests])
     with _with_equal_numbers(requests):
         handle, error = _tried(lambda: _SymmetricMemory.rendezvous(memory, name))
-    for rank, reason in enumerate(ranks.all_gather_object(error)):
+    for rank, reason in zip(ranks.global_ranks, ranks.all_gather_object(error), strict=True):
         if reason:
             raise OSError(f"rank {rank} could not map the symmetric memory of its peers: {reason}")
     parts = tuple(handle.get_buffer(rank, (max(bytes, 1),), torch.uint8)[:bytes] for rank in range(ranks.world_size))
@@ -193,24 +193,24 @@ def fabric_of(gpu: str, library: str = "libnvidia-ml.so.1") -> str:
 
 def _check(ranks: Communicator, requests: list[Asked]) -> None:
     """Raise, on every rank, the reason that keeps any two ranks from sharing memory."""
-    first = requests[0]
-    for rank, asked in enumerate(requests):
+    first, numbers = requests[0], ranks.global_ranks
+    for rank, asked in zip(numbers, requests, strict=True):
         if asked.bytes != first.bytes:
             raise _C.CollectiveMismatchError(
-                f'symmetric memory of group "{ranks.name}": rank 0 asks for {first.bytes} bytes, rank {rank} for '
-                f"{asked.bytes}"
+                f'symmetric memory of group "{ranks.name}": rank {numbers[0]} asks for {first.bytes} bytes, rank '
+                f"{rank} for {asked.bytes}"
             )
         if asked.machine != first.machine and not (asked.fabric and asked.fabric == first.fabric):
             raise ValueError(
-                f'symmetric memory needs a group on one machine; ranks 0 and {rank} of group "{ranks.name}" '
+                f'symmetric memory needs a group on one machine; ranks {numbers[0]} and {rank} of group "{ranks.name}" '
                 "are on two, whose GPUs no NVLink fabric joins"
             )
-        same = next(other for other, request in enumerate(requests) if request.gpu == asked.gpu)
+        same = next(n for n, request in zip(numbers, requests, strict=True) if request.gpu == asked.gpu)
         if same != rank and not all(request.may_share_gpu for request in requests):
             raise ValueError(
                 f'symmetric memory needs a GPU for each rank; ranks {same} and {rank} of group "{ranks.name}" are on '
                 f"one (for tests, {_SHARED_GPU}=1 on every rank permits it)"
             )
-    for rank, asked in enumerate(requests):
+    for rank, asked in zip(numbers, requests, strict=True):
         if asked.error:
             raise OSError(f"rank {rank} could not get {asked.bytes} bytes of symmetric memory: {asked.error}")

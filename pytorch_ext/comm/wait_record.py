@@ -85,6 +85,8 @@ class WaitRecord:
         record = {name: int(self.memory[place]) for name, place in _FIELDS.items()}
         state, rank, operation, phase = (record[name] for name in ("state", "rank", "operation", "phase"))
         peer, block, seen, expected = (record[name] for name in ("peer", "block", "seen", "expected"))
+        numbers = dist.get_process_group_ranks(self._group)
+        rank, peer = numbers[rank], numbers[peer]
         call = f'{_name(operation)} on group "{name_of(self._group)}"'
         waited = f'rank {rank} waited in phase "{_name(phase)}", block {block}'
         if state == _TIMED_OUT:
@@ -99,7 +101,9 @@ class WaitRecord:
                 f"and expected {expected:#x}). Every rank must call the same operation with the same type, sizes, "
                 "scale and place in symmetric memory. Create the group again to use it."
             )
-        lost = [peer] if self._lost is None else self._lost  # a kernel that gave up writes `peer` too
+        lost = (
+            [peer] if self._lost is None else [numbers[r] for r in self._lost]
+        )  # a kernel that gave up writes `peer` too
         gone = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
         during = f" in or before {call} while {waited}" if operation else f' on group "{name_of(self._group)}"'
         return _C.RankLostError, f"{gone} died or left{during}. Create the group again without it."

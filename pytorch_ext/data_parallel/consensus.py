@@ -74,12 +74,13 @@ def check_same_module(
         {name: str(value) for name, value in options.items()},
     )
     gathered: list[ModuleDescription] = ranks.all_gather_object(local)
-    obstacles = {rank: other.obstacle for rank, other in enumerate(gathered) if other.obstacle}
+    numbers = ranks.global_ranks
+    obstacles = {rank: other.obstacle for rank, other in zip(numbers, gathered, strict=True) if other.obstacle}
     if obstacles:
         text = next(iter(obstacles.values()))
         raise ValueError(f"DataParallel on {ranks_text(list(obstacles), len(gathered))}: {text}")
-    for rank, other in enumerate(gathered):
-        if difference := _difference(gathered[0], rank, other):
+    for rank, other in zip(numbers, gathered, strict=True):
+        if difference := _difference(numbers[0], gathered[0], rank, other):
             raise CollectiveMismatchError(f'DataParallel on group "{ranks.name}": {difference}')
 
 
@@ -99,14 +100,14 @@ def _order(parameter: torch.Tensor) -> str:
     return "" if placed.is_contiguous() else f" with strides {placed.stride()}"
 
 
-def _difference(first: ModuleDescription, rank: int, other: ModuleDescription) -> str:
-    """Return a description of the first difference between rank 0 and another rank; "" if there is none."""
+def _difference(lowest: int, first: ModuleDescription, rank: int, other: ModuleDescription) -> str:
+    """Return a description of the first difference between the lowest rank and another; "" if there is none."""
     for option, value in first.options.items():
         if other.options[option] != value:
-            return f"rank 0 has {option}={value}, rank {rank} has {option}={other.options[option]}"
+            return f"rank {lowest} has {option}={value}, rank {rank} has {option}={other.options[option]}"
     for trains, lacks, trained, missing in (
-        (rank, 0, other.parameters, first.parameters),
-        (0, rank, first.parameters, other.parameters),
+        (rank, lowest, other.parameters, first.parameters),
+        (lowest, rank, first.parameters, other.parameters),
     ):
         if more := [name for name in trained if name not in missing]:
             return (
@@ -114,13 +115,15 @@ def _difference(first: ModuleDescription, rank: int, other: ModuleDescription) -
             )
     for (name, text), (other_name, other_text) in zip(first.parameters.items(), other.parameters.items(), strict=True):
         if name != other_name:
-            return f"the parameters are in another order: where rank 0 has {name!r}, rank {rank} has {other_name!r}"
+            return (
+                f"the parameters are in another order: where rank {lowest} has {name!r}, rank {rank} has {other_name!r}"
+            )
         if text != other_text:
-            return f"the parameter {name!r} is {text} on rank 0, {other_text} on rank {rank}"
+            return f"the parameter {name!r} is {text} on rank {lowest}, {other_text} on rank {rank}"
     for name in first.others | other.others:
         text, other_text = (tensors.get(name, "not there") for tensors in (first.others, other.others))
         if text != other_text:
-            return f"{name!r}, which is not trained, is {text} on rank 0, {other_text} on rank {rank}"
+            return f"{name!r}, which is not trained, is {text} on rank {lowest}, {other_text} on rank {rank}"
     return ""
 
 
@@ -132,13 +135,13 @@ def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
     """
     orders: list[list[int]] = ranks.all_gather_object([slot.number for slot in arrived])
     by_number = {slot.number: slot for slot in arrived}
-    for rank, numbers in enumerate(orders):
+    for rank, numbers in zip(ranks.global_ranks, orders, strict=True):
         if sorted(numbers) != sorted(orders[0]):
             differing = set(numbers) ^ set(orders[0])
             names = [by_number[number].name if number in by_number else f"parameter {number}" for number in differing]
             raise CollectiveMismatchError(
-                f'DataParallel on group "{ranks.name}": ranks 0 and {rank} do not train the same parameters: only one '
-                f"of them trains {', '.join(names)}; freeze and unfreeze on every rank alike"
+                f'DataParallel on group "{ranks.name}": ranks {ranks.global_ranks[0]} and {rank} do not train the same '
+                f"parameters: only one of them trains {', '.join(names)}; freeze and unfreeze on every rank alike"
             )
     return [by_number[number] for number in orders[0]]
 
@@ -192,17 +195,18 @@ class ErrorConsensus:
         if self._copied is not None:
             self._copied.synchronize()
         if self._later:
-            rank = int(self._later) - 1
+            rank = self._ranks.global_ranks[int(self._later) - 1]
             self._later.zero_()
             raise RuntimeError(f"DataParallel, backward {backward}: rank {rank} has an error, which its message names")
 
     def _text(self, backward: int, gathered: list[BackwardErrors]) -> str:
         """Return the errors of all ranks as one text."""
         unused: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(gathered):
+        by_rank = list(zip(self._ranks.global_ranks, gathered, strict=True))
+        for rank, of_rank in by_rank:
             for name in of_rank.unused:
                 unused.setdefault(name, []).append(rank)
-        lines = [f"rank {rank}: {problem}" for rank, of_rank in enumerate(gathered) for problem in of_rank.problems]
+        lines = [f"rank {rank}: {problem}" for rank, of_rank in by_rank for problem in of_rank.problems]
         if unused:
             names = ", ".join(f"{name!r} on {ranks_text(ranks, len(gathered))}" for name, ranks in unused.items())
             lines.append(

@@ -166,15 +166,27 @@ class DataParallel(nn.Module):
         """
         if self._batch is not None:
             return self.in_units(self.module, *inputs, **options)
-        trains = torch.is_grad_enabled()
-        if trains:
-            self._prepare()
+        self._prepare()
         output = self.module(*inputs, **options)
-        if trains:
-            self.reducer.begin_at([x for x in tensors_of(output) if x.grad_fn is not None])
+        self._begin_at(output)
         return output
 
+    def follow(self) -> None:
+        """Reduce gradients also of calls of the module itself, as long as this wrapper lives."""
+        prepare, begin_at = weakref.WeakMethod(self._prepare), weakref.WeakMethod(self._begin_at)
+        for handle in (
+            self.module.register_forward_pre_hook(OfWrapper(lambda *_: prepare()())),  # type: ignore[misc]
+            self.module.register_forward_hook(OfWrapper(lambda _, inputs, output: begin_at()(output))),  # type: ignore[misc]
+        ):
+            weakref.finalize(self, handle.remove)
+
+    def _begin_at(self, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.reducer.begin_at([x for x in tensors_of(output) if x.grad_fn is not None])
+
     def _prepare(self) -> None:
+        if not torch.is_grad_enabled():
+            return
         if self._trained.check():
             if self._fixed:
                 raise ValueError(
@@ -236,8 +248,7 @@ class DataParallel(nn.Module):
             raise ValueError("in_units: make the model with weft.DataParallel(..., invariant=V)")
         if self._batch.inside:
             return function(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._prepare()
+        self._prepare()
         return self._batch.run(function, args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

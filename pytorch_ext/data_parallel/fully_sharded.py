@@ -135,6 +135,8 @@ class ShardedParameters:
 
     def _connect(self, module: Any, mesh: DeviceMesh) -> None:
         """Give a module of FSDP2 weft's collectives, and let it see parts of a sequence."""
+        kind = type(module)
+        kind.__name__ = kind.__mro__[kind._orig_cls_mro_index].__name__  # by which transformers know a model
         module.set_custom_all_gather(FSDPAllGather(mesh))
         module.set_custom_reduce_scatter(FSDPReduceScatter(mesh))
         of_all = communicator(mesh) == self.ranks

@@ -528,7 +528,7 @@ class Reducer:
         ]
         gathered: list[tuple[list[str], list[str]]] = self.ranks.all_gather_object((names, self.nonfinite_here))
         found: dict[str, list[int]] = {name: [] for reduced, _ in gathered for name in reduced}
-        for rank, (_, own) in enumerate(gathered):
+        for rank, (_, own) in zip(self.ranks.global_ranks, gathered, strict=True):
             for name in own:
                 found.setdefault(name, []).append(rank)
         return found

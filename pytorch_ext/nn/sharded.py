@@ -1,5 +1,6 @@
 """Base classes of layers with split parameters: they know their shards, also after copies and loads."""
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.distributed import _composable_state
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import is_parametrized
 
 import weft.sharding.optimizer_check  # noqa: F401 - checks every optimizer once there are split parameters
@@ -50,9 +53,21 @@ def checked_forward(forward: Callable) -> Callable:
             tensor = self._parameters.get(name)
             if type(tensor) is nn.Parameter and ATTRIBUTE not in tensor.__dict__:  # it was replaced
                 self._mark()
+                _warn_of_fully_shard(self)
         return forward(self, *inputs, **options)
 
     return called
+
+
+def _warn_of_fully_shard(layer: nn.Module) -> None:
+    """Warn if torch's `fully_shard`, called past `weft.parallelize`, gathers the layer's parameters."""
+    if any(isinstance(m, FSDPModule) and layer in m.modules() for m in _composable_state._module_state_mapping):
+        warnings.warn(
+            "fully_shard of split layers: each parameter learns what it should, but the gradients no longer know the "
+            "other ranks' parts, so torch's clip_grad_norm_ and other norms count this rank's parts alone: use "
+            "weft.parallelize(model, mesh, zero=3) instead",
+            stacklevel=3,
+        )
 
 
 class ShardHolder(nn.Module):

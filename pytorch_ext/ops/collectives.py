@@ -1,7 +1,7 @@
 """The collectives as differentiable functions of tensors. Backward covers every rank's result and every rank's input.
 
-all_reduce and broadcast work in place where autograd does not record, as in torch.distributed. A tensor that takes part
-in autograd does not change, and the result is a new tensor. Both ways return the result.
+all_reduce and broadcast work in place, as in torch.distributed, unless autograd records their argument. Then it does not
+change, and the result is a new tensor. Both ways return the result.
 """
 
 import torch
@@ -29,7 +29,10 @@ def all_reduce(
     squared_norm: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> torch.Tensor:
-    """Return the sum ("sum"), average ("avg"), minimum ("min") or maximum ("max") over the ranks.
+    """Reduce x over the ranks, in place unless autograd records x, and return the result.
+
+    As with torch.distributed, autograd does not see that x has changed: reduce `y.detach().clone()` if y is needed for
+    a backward, or for anything else.
 
     The weft backend sums in fp32 in rank order and gives the same bits on every rank. Weft's kernels do the same on
     GPUs that reach each other's memory; `transport` of the group's communicator says whether they run. Another backend
@@ -37,7 +40,7 @@ def all_reduce(
 
     Args:
         x: any shape, the same on every rank. In symmetric memory (`weft.empty_symmetric`) nothing is copied.
-        op: "sum", "avg", "min" or "max".
+        op: "sum", "avg" (average), "min" or "max".
         wire_dtype: bfloat16 or float16, for a float32 x. x is rounded to it before it travels, and the result before it
             is widened again; the sum itself is in fp32.
         scale: factor of the result, applied before the result is rounded.
@@ -180,7 +183,7 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> tor
 
 @_C.of_default_group
 def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Tensor:
-    """Return the x of rank `src` of the group, in place where autograd does not record.
+    """Copy the x of rank `src` of the group to all ranks, in place unless autograd records x, and return it.
 
     Backward sums the gradients at `src`. For that, x must require a gradient on every rank or on none.
 

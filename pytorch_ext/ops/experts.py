@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from weft.comm.communicator import Communicator
 from weft.ops import kernel_choice
@@ -149,15 +150,15 @@ def _check_range(chosen: torch.Tensor, place: ExpertRanks) -> None:
         lowest, highest = (int(bound) for bound in chosen.aminmax())
     else:
         lowest, highest = 0, 0
-    bounds = [[lowest, highest]]
+    bounds = [[lowest, highest, dist.get_rank() if dist.is_initialized() else 0]]
     for ranks in (place.ep, place.replicas):
         if ranks is not None:
             rows = torch.tensor(bounds, device=ranks.device_of_numbers(chosen.device))
             bounds = ranks.all_gather(rows, 0, [len(rows)] * ranks.world_size).tolist()
-    for rank, (lowest, highest) in enumerate(bounds):
+    for lowest, highest, rank in bounds:
         if lowest < 0 or highest >= place.experts:
             wrong = lowest if lowest < 0 else highest
-            where = f" on rank {rank} of its group" if len(bounds) > 1 else ""
+            where = f" on rank {rank}" if len(bounds) > 1 else ""
             raise ValueError(
                 f"experts: the router chose expert {wrong}{where}; the {place.experts} experts are numbered from 0 to "
                 f"{place.experts - 1}. Choose all experts among these; a token without expert has a weight of 0"

@@ -180,14 +180,15 @@ class Layerwise(OfWholeParameters):
         names = tuple(piece.name for piece in pieces)
         if names == self._agreed:
             return
-        gathered: list[tuple[str, ...]] = pieces[0].ranks.all_gather_object(names)
-        for rank, other in enumerate(gathered):
+        ranks = pieces[0].ranks
+        gathered: list[tuple[str, ...]] = ranks.all_gather_object(names)
+        for rank, other in zip(ranks.global_ranks, gathered, strict=True):
             if other != gathered[0]:
                 kind = type(self).__name__
                 raise CollectiveMismatchError(
-                    f"{kind}: rank 0 steps pieces of {', '.join(gathered[0])}; rank {rank} steps pieces of "
-                    f"{', '.join(other)}. Make the optimizer with model.optimizer(weft.{kind}, ...), and with the same "
-                    "groups on every rank"
+                    f"{kind}: rank {ranks.global_ranks[0]} steps pieces of {', '.join(gathered[0])}; rank {rank} steps "
+                    f"pieces of {', '.join(other)}. Make the optimizer with model.optimizer(weft.{kind}, ...), and "
+                    "with the same groups on every rank"
                 )
         self._agreed = names
 

@@ -169,11 +169,12 @@ def _agreed(along: dict[str, DeviceMesh], own: tuple, sizes: list[int] | str) ->
         ValueError: ranks differ, or one has no sizes; on every rank.
     """
     for dimension in along.values():
-        found = communicator(dimension).all_gather_object((own, sizes))
+        ranks = communicator(dimension)
+        found = ranks.all_gather_object((own, sizes))
         if any(of_rank != found[0][0] for of_rank, _ in found):
             raise ValueError(
                 "Pipeline: ranks differ in (schedule, microbatches, stages, layers): "
-                + "; ".join(f"rank {rank} has {of_rank}" for rank, (of_rank, _) in enumerate(found))
+                + "; ".join(f"rank {n} has {own}" for n, (own, _) in zip(ranks.global_ranks, found, strict=True))
             )
         sizes = next((why for _, why in found if isinstance(why, str)), found[0][1])
     if isinstance(sizes, str):

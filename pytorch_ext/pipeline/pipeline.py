@@ -46,6 +46,7 @@ from weft.pipeline.unit_gradients import UnitGradients, check_alike, microbatche
 from weft.pipeline.walk import walk
 from weft.replicas import SameCalls, check_replicas
 from weft.rng import next_seed
+from weft.sharding.optimizer_check import refuse_replaced
 from weft.sharding.owners import mark
 from weft.sharding.shard import shard_of
 
@@ -187,7 +188,9 @@ class Pipeline(nn.Module):
             self._device,
         )
         self._total, self.layers_per_stage = len(stages), self._cut.layers_per_stage
+        parameters = list(model.parameters())
         self._keep_own_stages(stages)
+        refuse_replaced(parameters, self, "weft.Pipeline")
         self._clock = StageClock(self._device)
         self._schedules: dict[str, _BuiltSchedule] = {}  # by the shapes of a batch, the last used one at the end
         self._reducer: Reducer | None = None  # over "dp", made with the first step

@@ -126,7 +126,8 @@ class Transfers:
             box = [ValueError("a layer returns an object that cannot be sent to other ranks")]
         elif isinstance(found, Exception):
             known = isinstance(found, ValueError | TypeError) and _pickles(found)
-            box = [found if known else RuntimeError(f"on rank {source}: {type(found).__name__}: {found}")]
+            rank = self.ranks.global_ranks[source]
+            box = [found if known else RuntimeError(f"on rank {rank}: {type(found).__name__}: {found}")]
         dist.broadcast_object_list(box, group=self.ranks.group, group_src=source)
         if isinstance(box[0], Exception):
             raise found if isinstance(found, Exception) else box[0]

@@ -1,4 +1,4 @@
-"""Checks before an optimizer's first step on shards: it updates element by element, and its state is this rank's.
+"""Checks before an optimizer's first step: its parameters are the model's, and it can step this rank's parts of them.
 
 An optimizer that works on whole matrices (Muon, Adafactor, LAMB) would see this rank's part of each matrix. A state
 that another rank saved has the right shapes and the wrong numbers. Neither raises by itself. Optimizers are known by
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from weft.metadata import metadata
+from weft.metadata import metadata, set_metadata
 from weft.sharding import sharded_grad
 from weft.sharding.owners import owners_of
 from weft.sharding.ruled_tensor import RuledDTensor, RuledTensor, in_dtensor
@@ -62,13 +62,28 @@ def check_every_optimizer() -> None:
 sharded_grad.when_watched.append(check_every_optimizer)
 
 
+def refuse_replaced(before: Sequence[torch.Tensor], after: torch.nn.Module, call: str) -> None:
+    """Let no optimizer step parameters that a call has replaced: it would train nothing, and keep them alive.
+
+    Args:
+        before: the model's parameters before the call.
+        after: what the call has made of the model.
+    """
+    kept = set(map(id, after.parameters()))
+    for parameter in before:
+        if id(parameter) not in kept:
+            set_metadata(parameter, "replaced_by", call)
+            check_every_optimizer()
+            _checked.clear()
+
+
 def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """Check an optimizer before each of its steps. Without shards the check does nothing.
 
     Raises:
         TypeError: the optimizer has shards, and is not known to update each element by itself. The attribute
             `elementwise = True` on the optimizer says that it does.
-        ValueError: its state belongs to another rank, or to the whole parameters.
+        ValueError: its parameters were replaced; its state belongs to another rank, or to the whole parameters.
     """
     groups = optimizer.param_groups
     sizes = [len(group["params"]) for group in groups]
@@ -147,6 +162,13 @@ def _check_state(optimizer: Optimizer, group: dict, holder: str) -> None:
 
 
 def _check_group(optimizer: Optimizer, group: dict) -> None:
+    replaced = [call for parameter in group["params"] if (call := metadata(parameter, "replaced_by"))]
+    if replaced:
+        raise ValueError(
+            f"{type(optimizer).__name__}: {len(replaced)} of {len(group['params'])} parameters are no longer the "
+            f"model's, because the optimizer was made before {replaced[0]}, which has replaced them: make it after "
+            "the call, of the parameters of what that returns"
+        )
     if any(is_elsewhere(parameter.grad) for parameter in group["params"]):
         raise ValueError(
             f"{type(optimizer).__name__}: weft.DataParallel(shard_optimizer=True) has the gradients of its parameters "

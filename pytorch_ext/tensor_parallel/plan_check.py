@@ -173,15 +173,15 @@ class OwnPlan:
             takes = _ends(self.cuts[layer], start, stop)
             for rank, (one, other) in enumerate(zip(has, takes, strict=True)):
                 if [end * (stop - start) for end in one] != [end * axis.size for end in other]:
-                    there = f"rank {rank} has {_places(one)} of them, where {layer} takes {_places(other)}"
+                    there = f"rank {rank} of tp has {_places(one)} of them, where {layer} takes {_places(other)}"
                     return axis.layer, f"{there}: give both the same unit and parts"
         for queries, keys in found.shared:
             head = keys.size // keys.units
             has, takes = (_ends(self.cuts[axis.layer], axis.start, axis.stop) for axis in (queries, keys))
             for rank, (one, other) in enumerate(zip(has, takes, strict=True)):
                 if _heads(one, head * queries.size // keys.size) != _heads(other, head):
-                    there = f"rank {rank} has {_places(one)} of them, and {_places(other)} of the {keys.layer} they use"
-                    return queries.layer, f'{there}: say "heads": (query heads, KV heads) for both'
+                    there = f"rank {rank} of tp has {_places(one)} of them, and {_places(other)} of the {keys.layer}"
+                    return queries.layer, f'{there} they use: say "heads": (query heads, KV heads) for both'
         return None
 
     def _of_sums(self, twin: nn.Module, flow: Flow, found: Propagation) -> tuple[str, str] | None:

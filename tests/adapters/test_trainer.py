@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import weft
 from weft.testing.ranks import run_ranks
@@ -358,10 +359,141 @@ def test_the_parts_of_a_batch_weigh_as_the_labels_that_count():
     labels = tokens.clone()
     labels[:2] = -100
     for ranks in (2, 3, 7):
-        parts = [part_of_batch({"input_ids": tokens, "labels": labels}, rank, ranks, False) for rank in range(ranks)]
+        parts = [part_of_batch({"input_ids": tokens, "labels": labels}, rank, ranks) for rank in range(ranks)]
         assert sum(weight for _, weight in parts) == pytest.approx(1)
         means = [part["labels"][part["labels"] != -100].float().mean() * weight for part, weight in parts]
         assert float(sum(means)) == pytest.approx(float(labels[labels != -100].float().mean()))
-        sums = [part_of_batch({"input_ids": tokens}, rank, ranks, True) for rank in range(ranks)]
-        assert torch.equal(torch.cat([part["input_ids"] for part, weight in sums if weight]), tokens)
-        assert {weight for _, weight in sums} <= {0.0, 1.0}
+        rows = [part_of_batch({"input_ids": tokens}, rank, ranks) for rank in range(ranks)]
+        assert torch.equal(torch.cat([part["input_ids"] for part, weight in rows if weight]), tokens)
+        assert [weight for _, weight in rows] == [len(part["input_ids"]) / 5 if weight else 0 for part, weight in rows]
+    labels = torch.tensor([[5, -100, -100], [5, 6, -100], [5, 6, 7]])  # the first of a row has no position before it
+    found = [part_of_batch({"labels": labels}, rank, 3, shifted=True) for rank in range(3)]
+    assert [weight for _, weight in found] == [0, 1 / 3, 2 / 3] and torch.equal(found[0][0]["labels"], labels[2:])
+    ready = {"labels": labels, "shift_labels": torch.tensor([[-100] * 3, [6, -100, -100], [6, 7, -100]])}
+    assert [part_of_batch(ready, rank, 3, shifted=True)[1] for rank in range(3)] == [0, 1 / 3, 2 / 3]
+
+
+# Trainers with code of their own over dp.
+
+
+def mean_of(model, inputs):
+    logits = model(input_ids=inputs["input_ids"]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+class OwnMean(transformers.Trainer):
+    """A mean over the rows at hand, and it says so."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert type(model).__name__ == "LlamaForCausalLM"
+        return mean_of(model, inputs)
+
+
+class SilentMean(OwnMean):
+    loss_is_scaled_for_ga = None
+
+
+class Penalty(transformers.Trainer):
+    """Adds a term that depends on the weights alone; with zero=3 these are DTensors, and it cannot."""
+
+    def compute_loss(self, model, *args, **kwargs):
+        penalty = sum(x.square().mean() for name, x in model.named_parameters() if "norm" in name)
+        return super().compute_loss(model, *args, **kwargs) + 0.1 * penalty
+
+
+class OwnSum(transformers.Trainer):
+    """A sum, divided by the labels of all that adds up."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        count = (inputs["labels"][:, 1:] != -100).sum()
+        return mean_of(model, inputs) * count / num_items_in_batch
+
+
+class OwnStep(transformers.Trainer):
+    """Two backwards of one step, as adversaries have."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        first = mean_of(model, inputs) / 2
+        self.accelerator.backward(first)
+        second = mean_of(model, inputs) / 4
+        self.accelerator.backward(second)
+        return (first + second).detach()
+
+
+class OwnStepAround(OwnSum):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class OwnBackward(transformers.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = mean_of(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+def loss_of_outputs(outputs, labels, num_items_in_batch=None):
+    total = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+OWN = {
+    "mean": (OwnMean, {}, {}),
+    "mean that does not say so": (SilentMean, {}, {}),
+    "sum": (OwnSum, {}, {}),
+    "step": (OwnStep, {}, {}),
+    "step around": (OwnStepAround, {}, {}),
+    "label smoothing": (transformers.Trainer, {}, {"label_smoothing_factor": 0.2}),
+    "function": (transformers.Trainer, {"compute_loss_func": loss_of_outputs}, {}),
+    "penalty": (Penalty, {}, {}),
+}
+
+
+def own_trainer(rank, folder, sizes, zero=0):
+    """The losses, norms and evaluations of each trainer, with the whole model or on a mesh."""
+    from weft.adapters.trainer import settings
+
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, (kind, more, options) in OWN.items():
+        if zero and kind is Penalty:
+            continue
+        options = (
+            options_of(folder / name, eval_strategy="no", load_best_model_at_end=False, save_strategy="no") | options
+        )
+        model = model_of()
+        if sizes:
+            mesh = weft.init_mesh(**sizes, device_type="cpu")
+            model = weft.parallelize(model, mesh if zero else mesh["cp", "tp"], zero=zero)
+            given = settings(mesh, **options)
+        else:
+            given = {"args": transformers.TrainingArguments(use_cpu=True, **options)}
+        found[name] = history_of(kind(model, train_dataset=Sentences(), **given, **more))
+    if sizes:
+        with pytest.raises(ValueError, match=r"OwnBackward.training_step must call self.accelerator.backward\(loss\)"):
+            OwnBackward(model, train_dataset=Sentences(), **given).train()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    [
+        ({"dp": 2}, 0),
+        ({"dp": 2}, 3),
+        pytest.param({"dp": 3}, 0, marks=pytest.mark.slow("pytorch_ext/adapters", "data_parallel")),
+        pytest.param({"dp": 2, "tp": 2}, 0, marks=pytest.mark.slow("pytorch_ext/adapters", "data_parallel")),
+        pytest.param({"dp": 2, "tp": 2}, 3, marks=pytest.mark.slow("pytorch_ext/adapters", "data_parallel")),
+    ],
+)
+def test_a_trainers_own_code_learns_over_dp_what_it_learns_alone(sizes, zero, tmp_path):
+    expected = run_ranks(own_trainer, 1, tmp_path / "plain", {}, backend=None, timeout_s=200)[0]
+    world = sizes["dp"] * sizes.get("tp", 1)
+    for found in run_ranks(own_trainer, world, tmp_path / "split", sizes, zero, timeout_s=300):
+        for name, history in found.items():
+            assert history == pytest.approx(expected[name], **CLOSE), name

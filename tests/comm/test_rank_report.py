@@ -174,6 +174,24 @@ def test_ranks_that_call_in_different_orders_are_said_to(tmp_path):
     assert weft.CollectiveTimeoutError in errors and errors <= {weft.CollectiveTimeoutError, weft.RankLostError}
 
 
+def one_of_a_group_hangs(rank, path):
+    group = dist.new_group([1, 2])  # in which they are 0 and 1
+    if rank == 2:
+        sleeps(path)
+    if rank > 0:
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_ranks_of_a_group_have_their_numbers_in_the_program(tmp_path):
+    go_on = tmp_path / "go on"
+    text, outcomes = seen_meanwhile(
+        one_of_a_group_hangs, str(go_on), path=go_on, until=r"has waited for (0\.[3-9]|[1-9])"
+    )
+    assert re.match(r"rank 2 \(pid \d+\) is waited for, at ", text), text
+    assert re.search(r"rank 1 \(pid \d+\) has waited for .* in all_reduce #1 .*for rank 2, at ", text), text
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+
+
 def waits_for_a_message(rank, sends, path):
     if rank == 0:
         x = torch.ones(1 << 22)

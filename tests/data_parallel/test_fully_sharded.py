@@ -1,6 +1,8 @@
 """zero=3: parameters sharded over dp, on any mesh, learn what the unsplit model learns."""
 
 import copy
+import math
+import warnings
 from functools import partial
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 from shared_models import Mixture
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import weft
@@ -487,3 +489,58 @@ def average(rank, sizes):
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "tp": 2}], ids=["dp", "tp"])
 def test_averaged_model_averages_it(sizes):
     run_ranks(average, sizes["dp"] * sizes.get("tp", 1), sizes)
+
+
+def by_hand(rank):
+    """torch's own fully_shard leaves the split layers' gradients without their place, so torch's norms are wrong."""
+    mesh = weft.init_mesh(dp=2, tp=2)
+    model = weft.parallelize(Llama(), mesh["tp"])
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"])
+    for times in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        assert sum("zero=3" in str(warning.message) for warning in caught) == times
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = weft.parallelize(Llama(), mesh, zero=3)
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+
+
+def test_torchs_own_sharding_of_split_layers_is_warned_of_once():
+    run_ranks(by_hand, 4)
+
+
+MADE_BEFORE = {
+    "zero=3": (dict(dp=2), dict(zero=3), True),
+    "tp and zero=3": (dict(dp=2, tp=2), dict(zero=3), True),
+    "stages": (dict(pp=2), dict(), True),
+    "a pipeline": (dict(pp=2), dict(pipeline=dict(microbatches=2, loss=loss_of)), True),
+    "a pipeline and zero=3": (dict(pp=2, dp=2), dict(zero=3, pipeline=dict(microbatches=2, loss=loss_of)), True),
+    "experts": (dict(dp=2, ep=2), dict(), False),
+    "tp and dp": (dict(dp=2, tp=2), dict(), False),
+}
+
+
+def make_before(rank, sizes, options, replaced):
+    model = Mixture() if "ep" in sizes else Llama()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    model = weft.parallelize(model, weft.init_mesh(**sizes), **options)
+    after = set(map(id, model.parameters()))
+    gone = sum(id(parameter) not in after for parameter in parameters)
+    assert bool(gone) == replaced
+    for _ in range(2):
+        if gone:
+            with pytest.raises(ValueError, match=rf"AdamW: {gone} of {len(parameters)} parameters .* after the call"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+
+
+@pytest.mark.parametrize("case", list(MADE_BEFORE))
+def test_an_optimizer_of_replaced_parameters_does_not_step(case):
+    sizes, options, replaced = MADE_BEFORE[case]
+    run_ranks(make_before, math.prod(n for name, n in sizes.items() if name != "ep"), sizes, options, replaced)
