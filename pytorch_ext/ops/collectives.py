@@ -1,7 +1,7 @@
 """The collectives as differentiable functions of tensors. Backward covers every rank's result and every rank's input.
 
-all_reduce and broadcast work in place, as in torch.distributed, unless autograd records their argument. Then it does not
-change, and the result is a new tensor. Both ways return the result.
+all_reduce and broadcast work in place, as in torch.distributed, unless autograd records their argument. Then that does
+not change, and the result is a new tensor. Both ways return the result.
 """
 
 import torch
