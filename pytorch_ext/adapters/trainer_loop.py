@@ -245,7 +245,7 @@ def _held(trainer: Any, model: nn.Module | None = None) -> nn.Module:
 
 def _staged(trainer: Any, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> dict[str, Any]:
     """Return this rank's rows of a batch for a pipeline: each micro-batch divides its sum by the labels of all."""
-    own = type(trainer).compute_loss is not Trainer.compute_loss and not type(trainer).__module__.startswith("trl.")
+    own = not type(trainer).compute_loss.__module__.startswith(("transformers.", "trl."))  # TRL's adds metrics alone
     if num_items is None or own or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         raise ValueError(
             "Trainer on a pipeline needs labels, and a model that takes num_items_in_batch for its own loss; "

@@ -101,9 +101,8 @@ class WaitRecord:
                 f"and expected {expected:#x}). Every rank must call the same operation with the same type, sizes, "
                 "scale and place in symmetric memory. Create the group again to use it."
             )
-        lost = (
-            [peer] if self._lost is None else [numbers[r] for r in self._lost]
-        )  # a kernel that gave up writes `peer` too
+        # A kernel that gave up writes `peer` too.
+        lost = [peer] if self._lost is None else [numbers[of_group] for of_group in self._lost]
         gone = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
         during = f" in or before {call} while {waited}" if operation else f' on group "{name_of(self._group)}"'
         return _C.RankLostError, f"{gone} died or left{during}. Create the group again without it."

@@ -174,8 +174,8 @@ class Reducer:
                 reducer._abandon()
             if not reducer._ends:
                 Variable._execution_engine.queue_callback(reducer._end)  # type: ignore[attr-defined]
-            for slot in reducer.slots:
-                if slot.into_main_grad:  # to which products are added before the parameter's own hooks run
+            if reducer.slots[0].into_main_grad:  # all are: products are added there before a parameter's hooks run
+                for slot in reducer.slots:
                     reducer._count_once(slot)
             reducer._outputs_begin, reducer._ends, reducer._reduces = True, True, sync
             if sync:

@@ -70,11 +70,12 @@ def refuse_replaced(before: Sequence[torch.Tensor], after: torch.nn.Module, call
         after: what the call has made of the model.
     """
     kept = set(map(id, after.parameters()))
-    for parameter in before:
-        if id(parameter) not in kept:
-            set_metadata(parameter, "replaced_by", call)
-            check_every_optimizer()
-            _checked.clear()
+    replaced = [parameter for parameter in before if id(parameter) not in kept]
+    for parameter in replaced:
+        set_metadata(parameter, "replaced_by", call)
+    if replaced:
+        check_every_optimizer()
+        _checked.clear()  # also those that have stepped already
 
 
 def check_optimizer(optimizer: Optimizer, *_: Any) -> None:
