@@ -227,6 +227,11 @@ def check_mistakes_in_stages(rank, folder):
     trainer = staged_trainer(folder, {"pp": 2})
     with pytest.raises(ValueError, match="no predict"):
         trainer.predict(Sentences())
+    trainer.__class__ = OwnSum
+    with pytest.raises(ValueError, match="or there is a compute_loss, a compute_loss_func"):
+        trainer.train()
+    with pytest.raises(ValueError, match="or a label_smoothing_factor"):
+        staged_trainer(folder, {"pp": 2}, label_smoothing_factor=0.1).train()
 
 
 def check_uneven_rows(rank, folder):
