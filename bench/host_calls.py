@@ -5,6 +5,7 @@ modes and checks. The model is a GPT. A step is forward, backward and AdamW, aft
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -152,11 +153,14 @@ def calls_of(step: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call"
 
+    gc.collect()  # what an earlier case left behind would be counted where the collector happens to run
+    gc.disable()
     sys.setprofile(seen)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

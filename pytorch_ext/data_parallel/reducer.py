@@ -255,8 +255,9 @@ class Reducer:
         slot.given = True
         if self._check_gradients and not gradient.isfinite().all():
             self._nonfinite.append(slot.name)
-        if slot.reduced:
+        if slot.reduced and (slot.into_main_grad or slot.parameter.grad is not None):
             self._count_once(slot)
+        slot.reduced = False
         if slot.view is None or slot.bucket is None:
             return None
         if slot.into_main_grad:
