@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.metadata import metadata, set_metadata
@@ -37,7 +38,7 @@ def init_mesh(
         The DeviceMesh. Layers take mesh["tp"] as their group.
 
     Raises:
-        ValueError: a size is below 1, the product is not the number of ranks, or ep does not fit dp and cp.
+        ValueError: a size is no whole number or below 1, the device type is none of these or not here, the product is not the number of ranks, or ep does not fit dp and cp.
 
     Examples:
         >>> mesh = weft.init_mesh(tp=2)
@@ -46,9 +47,15 @@ def init_mesh(
     """
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     for name, size in {**sizes, "ep": ep}.items():
+        if type(size) is not int:
+            raise ValueError(f"init_mesh: {name}={size!r} must be a whole number")
         if size < 1:
             raise ValueError(f"init_mesh: {name}={size} must be at least 1; 1 leaves the dimension out")
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available()
+    device_type = device_type or ("cuda" if on_gpu else "cpu")
+    check_choice("init_mesh: device_type", device_type, ("cpu", "cuda"))
+    if device_type == "cuda" and not on_gpu:
+        raise ValueError('init_mesh: device_type="cuda", and torch sees no GPU here: use device_type="cpu"')
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     product = pp * dp * cp * tp
     if product != world:

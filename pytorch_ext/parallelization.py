@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,6 +28,8 @@ from weft.invariant.exact_functions import with_same_bits
 from weft.mesh import MeshRanks, ranks_along
 from weft.metadata import set_metadata
 from weft.ops.kernel_choice import check_kernels
+from weft.output_gradients import SameLoss
+from weft.pipeline.cut import dimensions_of
 from weft.pipeline.layer_split import LayerSplit, check_layers
 from weft.pipeline.pipeline import Pipeline
 from weft.replicas import CHECKS, SameCalls, check_replicas, check_same_model
@@ -133,8 +136,8 @@ def parallelize(
             (docs/data_parallel.md). The result is then the model itself, and its parameters are DTensors. A dict has
             "stage": 3 and options of `torch.distributed.fsdp.fully_shard`: mp_policy, offload_policy,
             reshard_after_forward.
-        pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp: the result is a Pipeline,
-            which has `step` and covers "dp" too.
+        pipeline: options of `weft.Pipeline`, {"microbatches": 8, ...}, for a mesh with pp, of any size: the result is a
+            Pipeline, which has `step` and covers "dp" too.
 
     Returns:
         The model itself, changed in place, if only tp and cp are larger than 1. With pp, a LayerSplit of it, or a
@@ -200,6 +203,8 @@ def parallelize(
         _give_same_bits(model, invariant)
     cut = _cut(model, ranks, checks)
     plan_check.install(model, cut)
+    shared = None if sharing is None or sharing.parts else sharing.ranks
+    SameLoss(_several(ranks.tp), _several(shared), checks).install(cut)
     wrapped = _over_replicas(cut, mesh, ranks, stage, sharding, invariant)
     SameCalls({} if ranks.tp is None or split.by_parts else {ranks.tp: True}, checks).install(wrapped, cut)
     _tune_at_first_call(wrapped, tune)
@@ -207,12 +212,14 @@ def parallelize(
     return _recorded(wrapped, cut, ranks, automatic, size)
 
 
+@torch.inference_mode(False)
 def _in_stages(model: nn.Module, mesh, ranks: MeshRanks, pipeline: Mapping, options: Mapping[str, Any]) -> Pipeline:
     """Return the Pipeline of a model whose layers are split, or its sequence shared, within a stage first."""
     plan, invariant = options["plan"], options["invariant"]
     if options["sequence_parallel"] or getattr(plan, "sequence_parallel", False):
         _check_sequence_parallel(ranks, invariant)
-    within = _within_stages(mesh, ranks, invariant is not None)
+    dimensions_of(mesh)
+    within = _within_stages(mesh, invariant is not None)
     if within is not None:
         model = parallelize(model, within, **options)
     else:
@@ -220,12 +227,8 @@ def _in_stages(model: nn.Module, mesh, ranks: MeshRanks, pipeline: Mapping, opti
     return Pipeline(model, mesh, invariant=invariant, **{"checks": options["checks"], **pipeline})
 
 
-def _within_stages(mesh, ranks: MeshRanks, in_units: bool) -> DeviceMesh | None:
+def _within_stages(mesh, in_units: bool) -> DeviceMesh | None:
     """Return the dimensions of a mesh that split the layers of a stage, or cut them into units; None without any."""
-    if ranks.stages is None:
-        raise ValueError(
-            f'parallelize: pipeline={{...}} is for a mesh with "pp" larger than 1; this one has {ranks.sizes}'
-        )
     there = [name for name in ("cp", "tp") if name in mesh.mesh_dim_names]
     names = tuple(name for name in there if in_units or mesh[name].size() > 1)
     return mesh[names] if names else None
@@ -315,6 +318,10 @@ def _check_stages(model: nn.Module, stages: DeviceMesh, strict: bool) -> None:
     check_layers(model, stages.size())
 
 
+def _several(ranks: Communicator | None) -> Communicator | None:
+    return None if ranks is None or ranks.world_size == 1 else ranks
+
+
 def _split_adapters(model: nn.Module, replacements: dict[str, nn.Module]) -> list[Callable[[], None]]:
     """Return functions that split the adapters of peft around the replaced layers. From now on peft knows weft's."""
     register_with_peft()
@@ -350,10 +357,16 @@ def _cut(model: nn.Module, ranks: MeshRanks, checks: str) -> nn.Module:
     if ranks.stages is not None:
         return LayerSplit(model, ranks.stages, checks=checks)
     model.check_replicas = partial(check_replicas, model)  # type: ignore[assignment]
-    of_parts = without_peft(model) is model and any(map(shard_of, model.parameters()))
-    if hasattr(type(model), "save_pretrained") and of_parts:
-        model.save_pretrained = partial(save_pretrained, model, model)  # type: ignore[assignment]
+    if any(map(shard_of, model.parameters())):
+        _save_whole(model)
     return model
+
+
+def _save_whole(model: nn.Module) -> None:
+    """Let a model of transformers save the whole. A PeftModel saves its adapters, and the model inside itself."""
+    inside: Any = without_peft(model)
+    if hasattr(type(inside), "save_pretrained"):
+        inside.save_pretrained = partial(save_pretrained, inside, inside)
 
 
 def _over_replicas(
@@ -367,8 +380,7 @@ def _over_replicas(
         return DataParallel(cut, group=replicas, invariant=invariant, shard_optimizer=stage == 1)
     ShardedParameters(cut, _sharers(mesh, ranks), _sharers_of_experts(ranks), ranks.sizes.get("dp", 1), sharding)
     _give_out_by_block(cut)
-    if hasattr(type(cut), "save_pretrained") and without_peft(cut) is cut:
-        cut.save_pretrained = partial(save_pretrained, cut, cut)  # type: ignore[assignment]
+    _save_whole(cut)
     return cut
 
 

@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_flatten
 from weft.arguments import check_choice
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
-from weft.context_parallel.region import FIRST_CALLS, mark_of_bits, sharing_in, sum_of_bits
+from weft.context_parallel.region import FIRST_CALLS, sharing_in
 from weft.forward import remove_hooks
+from weft.ops.backward import refuse_transforms
+from weft.sharding.bits import mark_of_bits, sum_of_bits
 from weft.sharding.owners import owners_of
 from weft.sharding.quantized import values_of
 from weft.sharding.shard import shard_of, split_over
@@ -271,6 +273,8 @@ class SameCalls:
             self._removed = True
             remove_hooks(module, self, self.leave)
             return
+        if torch._C._are_functorch_transforms_active():
+            refuse_transforms(type(module).__name__)
         self._called = weakref.ref(module)
         self._random.append(self.look(module, type(module).__name__, (args, kwargs)))
 

@@ -29,6 +29,7 @@ class Communicator:
         world_size: ranks in the group.
         unreached: by device, why ranks do not reach each other's memory there; "" if they do.
         known_attention: attention by the kind of its call (ops/context_attention.py).
+        compared: kinds of calls of which ranks have compared the first.
         workspaces: by kernel and device, the workspaces of kernels that write to other ranks.
     """
 
@@ -40,6 +41,7 @@ class Communicator:
         self._processes: Processes | None = None
         self.unreached: dict[torch.device, str] = {}
         self.known_attention: dict[tuple, Any] = {}
+        self.compared: set[str] = set()
         self.workspaces: dict[tuple[str, torch.device], Any] = {}
 
     @property

@@ -39,12 +39,12 @@ from weft.metadata import metadata, set_metadata
 from weft.nn import Branches, ParallelConv, ParallelEmbedding, ParallelLinear, ParallelMultiheadAttention
 from weft.nn.expert_form import form_of
 from weft.nn.sharded import ShardedModule
+from weft.ops.backward import refuse_transforms
 from weft.ops.context_attention import METHODS
 from weft.ops.sequence_layout import LAYOUTS, SequenceLayout
 from weft.rng import random_numbers_of
-from weft.sharding.quantized import is_quantized, numbers_in
+from weft.sharding.bits import mark_of_bits
 from weft.sharding.shard import split_over
-from weft.sharding.sharded_grad import local
 
 _OPTIONS = {
     "method": METHODS,
@@ -162,6 +162,8 @@ class RegionEntry:
 
     @outside_of_graphs
     def __call__(self, module: nn.Module, args, kwargs):
+        if torch._C._are_functorch_transforms_active():
+            refuse_transforms(type(module).__name__)
         forward = _SharedForward(ExitStack(), within=bool(shared_in((args, kwargs))))
         self.under_way.append(forward)
         if forward.within:
@@ -332,35 +334,6 @@ def agreed(
             f"{layout.length} have {layout.sizes}: cut the sequence with weft.shard_sequence"
         )
     return SharedCall(sharing, layout, length, seeds[0], along[0].device)
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-
-
-def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits as integers, which is the same in any order."""
-    return _bits(x).sum(dtype=torch.int64)
-
-
-def mark_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return a sum of the bits that depends on the order of rows and positions.
-
-    It differs between ranks that each shuffle the batch.
-    """
-    bits = _bits(x)
-    mark = bits.sum(dtype=torch.int64)
-    for dim, size in enumerate(bits.shape):
-        others = [other for other in range(bits.ndim) if other != dim]
-        line = bits.sum(others, dtype=torch.int64) if others else bits
-        mark = 31 * mark + (line * torch.arange(1, size + 1, device=x.device)).sum()
-    return mark
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    if is_quantized(x):
-        return torch.cat([_bits(numbers).flatten().long() for _, numbers in numbers_in(x)])
-    numbers = torch.view_as_real(x) if x.is_complex() else x
-    return local(numbers.detach()).contiguous().view(_INTEGERS[numbers.element_size()])
 
 
 # A class derived from these with a forward of its own may draw.

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weft.comm.communicator import Communicator
 from weft.context_parallel.region import sharing_in
+from weft.data_parallel.consensus import mark_of_batch, warn_of_same_batch
 from weft.data_parallel.grad_norm import gradient_of, norm_of
 from weft.forward import Members
 from weft.forward.running import followed
@@ -101,7 +102,7 @@ class BatchUnits:
         self._trained: dict[str, torch.Tensor] = {}
         self.places: list[tuple[dict, str, int]] = []  # of what trains: a module's parameters, name, number
         self._buffers: list[dict] = [part._buffers for part in self._members.modules]
-        self.inside = False
+        self.inside = self._compared = False
         self._alone = len(self.here) == 1 or self._device.type != "cpu"
         shards = filter(None, map(shard_of, module.parameters()))
         beside = dict.fromkeys([*[s.communicator for s in shards], *[s.ranks for s in sharing_in(module).values()]])
@@ -239,6 +240,9 @@ class BatchUnits:
 
         A collective call: the units of all ranks have the same size, and the number is the first rank's.
         """
+        if not self._compared:
+            self._compared = True
+            warn_of_same_batch(self.ranks, mark_of_batch(arguments))
         leaves, spec = tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         size = next((tensor.size(0) for tensor in tensors if tensor.size(0) != 1), 1 if tensors else 0)

@@ -3,15 +3,19 @@
 No rank raises alone while others wait for it. A rank keeps its errors until all ranks exchange them.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from weft._C import CollectiveMismatchError
 from weft.comm.communicator import Communicator
 from weft.data_parallel.buckets import Slot
+from weft.sharding.bits import mark_of_bits
 from weft.sharding.shard import shard_of
 
 
@@ -144,6 +148,22 @@ def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
                 f"parameters: only one of them trains {', '.join(names)}; freeze and unfreeze on every rank alike"
             )
     return [by_number[number] for number in orders[0]]
+
+
+def mark_of_batch(arguments: Any) -> list[int]:
+    """Return the marks of the tensors among a call's arguments."""
+    return [int(mark_of_bits(x)) for x in tree_leaves(arguments) if type(x) is torch.Tensor and not x.is_meta]
+
+
+def warn_of_same_batch(ranks: Communicator, mark: list[int]) -> None:
+    """Warn if all ranks had the same batch, which trains as if there were one of them. A collective call."""
+    marks = ranks.all_gather_object(mark)
+    if mark and len(marks) > 1 and all(mark == other for other in marks):
+        warnings.warn(
+            f"ranks {', '.join(map(str, ranks.global_ranks))} got the same batch, and each must have its own part: a "
+            'sampler takes num_replicas=mesh["dp"].size() and rank=mesh["dp"].get_local_rank()',
+            stacklevel=2,
+        )
 
 
 class ErrorConsensus:

@@ -14,6 +14,7 @@ from weft.data_parallel.batch_units import BatchUnits
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot, ranks_that_reduce
 from weft.data_parallel.comm_hooks import ByHook, Hook
+from weft.data_parallel.consensus import mark_of_batch
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.module_state import OfWrapper, Trained, broadcast_buffers, broadcast_first
 from weft.data_parallel.reducer import Reducer
@@ -166,7 +167,7 @@ class DataParallel(nn.Module):
         """
         if self._batch is not None:
             return self.in_units(self.module, *inputs, **options)
-        self._prepare()
+        self._prepare(inputs, options)
         output = self.module(*inputs, **options)
         self._begin_at(output)
         return output
@@ -175,7 +176,7 @@ class DataParallel(nn.Module):
         """Reduce gradients also of calls of the module itself, as long as this wrapper lives."""
         prepare, begin_at = weakref.WeakMethod(self._prepare), weakref.WeakMethod(self._begin_at)
         for handle in (
-            self.module.register_forward_pre_hook(OfWrapper(lambda *_: prepare()())),  # type: ignore[misc]
+            self.module.register_forward_pre_hook(OfWrapper(lambda _, *call: prepare()(*call)), with_kwargs=True),  # type: ignore[misc]
             self.module.register_forward_hook(OfWrapper(lambda _, inputs, output: begin_at()(output))),  # type: ignore[misc]
         ):
             weakref.finalize(self, handle.remove)
@@ -184,7 +185,7 @@ class DataParallel(nn.Module):
         if torch.is_grad_enabled():
             self.reducer.begin_at([x for x in tensors_of(output) if x.grad_fn is not None])
 
-    def _prepare(self) -> None:
+    def _prepare(self, inputs: tuple, options: dict) -> None:
         if not torch.is_grad_enabled():
             return
         if self._trained.check():
@@ -196,6 +197,8 @@ class DataParallel(nn.Module):
             self._gradients.watch()
         if self._batch is None:
             self.reducer.check_earlier()  # before any collective call that a rank with an error would not join
+            if self.reducer.learns:
+                self.reducer.batch = mark_of_batch((inputs, options))
         if self._broadcasts and self.module.training and self._sync and self._trained.members.has_buffers():
             broadcast_buffers(self.module, self.ranks)
 
@@ -248,7 +251,7 @@ class DataParallel(nn.Module):
             raise ValueError("in_units: make the model with weft.DataParallel(..., invariant=V)")
         if self._batch.inside:
             return function(*args, **kwargs)
-        self._prepare()
+        self._prepare(args, kwargs)
         return self._batch.run(function, args, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

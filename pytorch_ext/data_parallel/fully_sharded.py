@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from weft.comm.registry import communicator
 from weft.context_parallel.shared_sequence import SharedSequence
 from weft.data_parallel.comm_hooks import FSDPAllGather, FSDPReduceScatter
+from weft.data_parallel.consensus import mark_of_batch, warn_of_same_batch
 from weft.data_parallel.module_state import broadcast_buffers, broadcast_first
 from weft.data_parallel.sharded_optimizer import Piece, piece_of
 from weft.data_parallel.wrap_checks import check_same
@@ -122,10 +123,10 @@ class ShardedParameters:
         for module in model.modules():
             module.register_load_state_dict_pre_hook(_cut_loaded)
         model.register_load_state_dict_post_hook(self._mark)
-        model.register_forward_pre_hook(self)
+        model.register_forward_pre_hook(self, with_kwargs=True)
         model.register_forward_hook(_recover, always_call=True)
         self._again = partial(ShardedParameters, mesh=mesh, experts=experts, replicas=replicas, options=options)
-        self._copyable = layers is None
+        self._copyable, self._compared = layers is None, replicas == 1
         self._override(model)
 
     def _override(self, model: Any) -> None:
@@ -152,7 +153,10 @@ class ShardedParameters:
                 group._register_post_backward_hook = partial(_of_call_parts, group._register_post_backward_hook)
         module.register_forward_pre_hook(_mark_gathered)
 
-    def __call__(self, module: nn.Module, *_) -> None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not self._compared and torch.is_grad_enabled():
+            self._compared = True
+            warn_of_same_batch(self.ranks, mark_of_batch((args, kwargs)))
         if module.training:
             broadcast_buffers(module, self.ranks)
         self.average_whole()

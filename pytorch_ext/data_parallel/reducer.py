@@ -106,6 +106,7 @@ class Reducer:
         self._ends = False  # autograd calls `_end` at the end of this backward, which has reached an output of forward
         self._task: int | None = None  # autograd's number of the backward under way
         self._outputs_begin = False  # hooks on the module's outputs call `begin`
+        self.batch: list[int] = []  # mark of the last forward's arguments, while `learns`
         self._learning = True  # this backward records the order of gradients and how often each comes
         self._arrived: list[Slot] = []  # in that order
         self._waits: list[Wait] = []  # one for each bucket under way
@@ -411,6 +412,11 @@ class Reducer:
         if own_error:
             raise RuntimeError(own_error)
 
+    @property
+    def learns(self) -> bool:
+        """Whether the next backward is a first one."""
+        return self._learning
+
     def _learn(self) -> None:
         """Record from the first backward how often each gradient comes, and lay out buckets if there are none.
 
@@ -423,6 +429,8 @@ class Reducer:
             last_time = {slot: place for place, slot in enumerate(self._arrived)}
             order = sorted(trained, key=lambda slot: last_time.get(slot, len(self._arrived)))
             self.lay_out(consensus.agreed_order(self.ranks, order))
+        if not self._by_hand:
+            consensus.warn_of_same_batch(self.ranks, self.batch)
         self._learning = False
 
     def _fill_in(self, slot: Slot) -> None:

@@ -1,8 +1,17 @@
 """Base class of autograd functions that communicate, and helpers for their backward."""
 
 import functools
+from typing import NoReturn
 
 import torch
+
+
+def refuse_transforms(name: str) -> NoReturn:
+    """Raise for a call of something that communicates inside of a transform of torch.func."""
+    raise RuntimeError(
+        f"{name} inside of a transform of torch.func (grad, vmap, jvp): these have no rule for what ranks send to each "
+        "other. Use loss.backward() or torch.autograd.grad, or transform the whole model before weft.parallelize"
+    )
 
 
 class RankFunction(torch.autograd.Function):
@@ -15,11 +24,7 @@ class RankFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, *args):
         if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"{cls.__name__} inside of a transform of torch.func (grad, vmap, jvp): these have no rule for what "
-                "ranks send to each other. Use loss.backward() or torch.autograd.grad, or transform the whole model "
-                "before weft.parallelize"
-            )
+            refuse_transforms(cls.__name__)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 

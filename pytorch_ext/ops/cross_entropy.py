@@ -10,6 +10,7 @@ from weft.ops import kernel_choice
 from weft.ops.backward import first_order
 from weft.ops.invariant import in_own_memory
 from weft.ops.library import register
+from weft.sharding.bits import mark_of_bits
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -44,7 +45,8 @@ def parallel_cross_entropy(
         A scalar, or [...] for "none", in fp32 (fp64 for fp64 logits); the same on every rank.
 
     Raises:
-        ValueError, TypeError: an invalid argument. Raised before any communication.
+        ValueError, TypeError: an invalid argument, raised before any communication. Or, in the first call over these
+            ranks, the targets differ, or the logits do not; raised on every rank.
         IndexError: a target out of range; raised on every rank.
         RuntimeError: a target out of range on a GPU or under torch.compile. The device raises it, since a check on the
             host would have to wait for the device.
@@ -104,6 +106,38 @@ def check_options(target: torch.Tensor, label_smoothing: float, reduction: str) 
         )
 
 
+def compare_first_call(ranks: Communicator | None, target: torch.Tensor, logits: torch.Tensor | None = None) -> None:
+    """Check that the ranks have the same targets and parts of the logits, in their first loss. A collective call then.
+
+    Raises:
+        ValueError: the targets differ, or the logits do not; raised on every rank.
+    """
+    if ranks is None or ranks.world_size == 1 or "losses" in ranks.compared or torch.compiler.is_compiling():
+        return
+    if type(target) is not torch.Tensor or target.is_meta or _captures(target):
+        return
+    ranks.compared.add("losses")
+    varied = logits is not None and logits.numel() > 0 and bool((logits != logits.flatten()[0]).any())
+    own = [int(mark_of_bits(target)), int(mark_of_bits(logits)) if varied else 0]
+    where = ranks.device_of_numbers(target.device)
+    rows = ranks.all_gather(torch.tensor([own], device=where), 0, [1] * ranks.world_size).tolist()
+    for rank, row in zip(ranks.global_ranks, rows, strict=True):
+        if row[0] != rows[0][0]:
+            raise ValueError(
+                f"the targets differ between rank {ranks.global_ranks[0]} and rank {rank}, which have parts of the "
+                "same classes: pass the same targets on both"
+            )
+    if varied and all(row[1] == own[1] for row in rows):
+        raise ValueError(
+            f"parallel_cross_entropy: the ranks have the same logits, of {logits.size(-1)} classes, and each must have "
+            "its part of them: compute F.cross_entropy of whole logits"
+        )
+
+
+def _captures(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _check_logits(logits: torch.Tensor, target: torch.Tensor) -> None:
     if not logits.is_floating_point():
         raise TypeError(f"logits must be floating point, got {logits.dtype}")
@@ -115,6 +149,7 @@ def _check_logits(logits: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _reduced(logits, target, ranks, ignore_index, label_smoothing, reduction, overwrite_logits, units) -> torch.Tensor:
+    compare_first_call(ranks, target, logits)
     loss = ParallelCrossEntropyFunction.apply(
         logits.reshape(-1, logits.size(-1)),
         target.reshape(-1),

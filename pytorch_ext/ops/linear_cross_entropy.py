@@ -14,7 +14,14 @@ from weft.comm.registry import Group, communicator
 from weft.ops import matmul
 from weft.ops.autocast import cast_operands, without_autocast
 from weft.ops.backward import as_matrix, first_order
-from weft.ops.cross_entropy import check_options, check_targets, gradient_, merged_losses, part_statistics
+from weft.ops.cross_entropy import (
+    check_options,
+    check_targets,
+    compare_first_call,
+    gradient_,
+    merged_losses,
+    part_statistics,
+)
 
 _CHUNK_BYTES = 1 << 26  # of logits that exist at a time
 _KEEPS_LOGITS = True  # all of them where they fit; the bench has the chunks beside that
@@ -91,6 +98,7 @@ def fused_linear_cross_entropy(
 
 def _applied(x, weight, bias, target, ranks, ignore_index, smoothing, reduction) -> torch.Tensor:
     check_options(target, smoothing, reduction)
+    compare_first_call(ranks, target)
     main_grad, parameter = getattr(weight, "main_grad", None), weight
     x, weight, bias = cast_operands(x, weight, bias)
     if x.dtype != weight.dtype or x.size(-1) != weight.size(1) or x.shape[:-1] != target.shape:

@@ -73,6 +73,10 @@ def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> No
             f"Pipeline: the model is a {type(model).__name__}, as weft.parallelize returns it for a mesh with pp "
             'or dp: call weft.parallelize(model, mesh["cp", "tp"]), and give the whole mesh to Pipeline'
         )
+    if made := [name for name, parameter in model.named_parameters() if parameter.is_inference()]:
+        raise ValueError(
+            f"Pipeline: {made[0]!r} was made inside of torch.inference_mode, and has no gradient: make the model outside"
+        )
     check_choice("Pipeline: schedule", schedule, SCHEDULES)
     check_choice("Pipeline: reduction", reduction, ("mean", "sum"))
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from weft.forward.running import followed
 from weft.invariant.exact_functions import draws_of_units
+from weft.invariant.unit_outputs import tensors_of
 from weft.pipeline.absent import Absent, AbsentValueError
 from weft.pipeline.forward_cut import ForwardCut
 from weft.pipeline.forward_plan import Call, ForwardPlan
@@ -107,7 +108,9 @@ class ModelStage(HeldLayers):
             loss = self._loss(output, self._batch[1][microbatch])
         else:
             loss = output["loss"] if isinstance(output, dict) and "loss" in output else getattr(output, "loss", None)
-            loss = output if isinstance(output, torch.Tensor) and output.dim() == 0 else loss
+            if loss is None:  # the only scalar, of (logits, loss), say
+                scalars = [x for x in tensors_of(output) if x.dim() == 0 and x.is_floating_point()]
+                loss = scalars[0] if len(scalars) == 1 else None
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise ValueError(
                 f"Pipeline: the model returns {type(output).__name__} without a scalar loss: give it labels "

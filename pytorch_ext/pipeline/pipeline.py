@@ -23,6 +23,7 @@ from weft.comm.registry import communicator
 from weft.context_parallel.region import agreed, share_in_stages
 from weft.data_parallel.bucket_comm import transport_to
 from weft.data_parallel.buckets import Slot
+from weft.data_parallel.consensus import mark_of_batch, warn_of_same_batch
 from weft.data_parallel.fully_sharded import ShardedParameters, obstacle_of
 from weft.data_parallel.grad_norm import mark_invariant
 from weft.data_parallel.reducer import Reducer
@@ -107,7 +108,8 @@ class Pipeline(nn.Module):
         schedule: "afab" (GPipe), "1f1b", "interleaved", "zero-bubble", "zbv" or "dualpipev".
         microbatches: number of equal parts, along the first dimension, into which a step cuts inputs and targets. With
             invariant it is the number of units of a rank, and can be left out.
-        loss: loss(output, targets) -> scalar, of a micro-batch. None: the model returns it, as `.loss` or alone.
+        loss: loss(output, targets) -> scalar, of a micro-batch. None: the model returns it, as `.loss`
+            or as the only scalar of its output.
         reduction: "mean": the loss is a mean over the micro-batch, and the loss of a step is the mean of these. "sum":
             losses add up, for a loss that is divided by its own count (tokens that are not padding).
         balance: "parameters": the largest stage has as few parameters as possible. "time": the slowest stage takes as
@@ -140,6 +142,7 @@ class Pipeline(nn.Module):
         torch.Size([])
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -204,6 +207,7 @@ class Pipeline(nn.Module):
                 stage.first_unit = self._units.here(self._shared_by[1]).start
         shards = [shard for shard in map(shard_of, self.parameters()) if shard is not None]
         splitters = {shard.communicator for shard in shards if shard.replicas is None}  # ranks of "ep" have own batches
+        self._compared = False  # a batch over "dp"
         self._same_calls = SameCalls(dict.fromkeys([self._ranks, *splitters], False), checks)
 
     def shard_parameters(self, mesh: DeviceMesh, experts: DeviceMesh | None, options: Mapping[str, Any]) -> None:
@@ -258,6 +262,9 @@ class Pipeline(nn.Module):
         self._renew()
         given = self._checked(inputs, targets)
         self._same_calls.look(self, "Pipeline", (inputs, targets))
+        if self._replicas is not None and not self._compared:
+            self._compared = True
+            warn_of_same_batch(self._replicas, mark_of_batch((inputs, targets)))
         schedule = self._schedule_for(given, self._begun(inputs, given, targets))
         gradients = None if self._units is None else self._gradients_of_units(schedule, self._units)
         self._clock.runs = record_timeline

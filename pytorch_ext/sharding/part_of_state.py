@@ -1,5 +1,6 @@
 """Values of a state_dict that know that they are parts, so that nobody writes one rank's part as the whole."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,12 @@ class PartOfState(TensorRule):
         if function in _ALIKE and rule_of(arguments[0], PartOfState) and result.shape == arguments[0].shape:
             return ruled(result, arguments[0].rule)
         return result
+
+    def is_pickled(self, x: torch.Tensor) -> None:
+        warnings.warn(
+            f"the state_dict() of a split model is saved, which has this rank's part of it: {_INSTEAD}",
+            stacklevel=3,
+        )
 
     def refuse_to_write(self, x: torch.Tensor, name: str = "a tensor of state_dict()") -> None:
         shape, whole = tuple(x.shape), self.shard.global_shape

@@ -26,6 +26,9 @@ class TensorRule:
             members: global ranks.
         """
 
+    def is_pickled(self, x: "RuledTensor") -> None:
+        """Note that torch.save or another pickler writes the tensor's data."""
+
     def refuse_to_write(self, x: "RuledTensor", name: str) -> None:
         """Raise ValueError if the tensor must not be written to a file. torch.distributed.checkpoint has it called."""
         raise ValueError(f"{name} is a tensor with a rule for functions: write {name}.as_subclass(torch.Tensor)")
@@ -57,6 +60,7 @@ class RuledTensor(torch.Tensor):
         self.rule.refuse_to_write(self, "a tensor")
 
     def __reduce_ex__(self, protocol):
+        self.rule.is_pickled(self)
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo):

@@ -1,5 +1,6 @@
 """Parameters that several split layers share."""
 
+import torch
 from torch import nn
 
 from weft.sharding.quantized import is_quantized
@@ -44,6 +45,11 @@ def keep_parameters(layer: nn.Module, replacement: nn.Module) -> None:
             parameter = known.get(f"{prefix}.{key}" if prefix else key)
             if part is None or parameter is None or parameter is part or is_quantized(part):  # torchao's keeps its own
                 continue
+            if part.shape != parameter.shape:
+                # A loss of the whole model that is still held keeps a node of the old shape, which torch gives up for
+                # another type.
+                other = torch.float32 if parameter.dtype != torch.float32 else torch.float64
+                parameter.data = parameter.data.new_empty(0, dtype=other)
             parameter.data, parameter.grad = part.data, None
             shard = shard_of(part)
             if shard is not None:

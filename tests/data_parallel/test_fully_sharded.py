@@ -505,7 +505,8 @@ def by_hand(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = weft.parallelize(Llama(), mesh, zero=3)
-        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        tokens, targets = batch(mesh["dp"].get_local_rank())
+        loss_of(model(tokens), targets).backward()
 
 
 def test_torchs_own_sharding_of_split_layers_is_warned_of_once():

@@ -201,7 +201,7 @@ def test_it_runs_over_another_backend():
 
 
 def check_refusals(rank):
-    logits, target = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+    logits, target = torch.randn(4, 3) + rank, torch.zeros(4, dtype=torch.int64)
     for error, message, call in (
         (ValueError, "reduction='max' is not one of 'mean', 'sum', 'none'", lambda: loss(reduction="max")),
         (ValueError, "label_smoothing=1.5 must lie between 0 and 1", lambda: loss(label_smoothing=1.5)),
