@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from weft.arguments import check_tensor
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
 from weft.comm.registry import communicator
@@ -83,8 +84,9 @@ def _listed(parameters) -> list[torch.Tensor]:
     """Return the parameters, each once."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in listed:
+        check_tensor("clip_grad_norm_: each of the parameters", parameter)
         if isinstance(parameter, DTensor) and piece_of(parameter) is None:
             raise TypeError(
                 "clip_grad_norm_: a parameter is a DTensor, as fully_shard makes them, and its other parts are not "
@@ -96,7 +98,7 @@ def _listed(parameters) -> list[torch.Tensor]:
                 "clip_grad_norm_: a parameter is a piece of a sharded optimizer, and another rank may have none: pass "
                 "the weft.DataParallel itself"
             )
-    return listed
+    return list(dict.fromkeys(listed))
 
 
 def _stages(listed: list[torch.Tensor], mesh: DeviceMesh | None) -> Communicator | None:

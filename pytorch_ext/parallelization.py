@@ -1,5 +1,6 @@
 """parallelize: one call that puts a model on a mesh, with tensor, context, pipeline and data parallelism."""
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.activation_checkpoint import recompute as recompute_modules
 from weft.activation_checkpoint import recomputed_in
 from weft.adapters.peft_import import register_with_peft
-from weft.arguments import check_choice
+from weft.arguments import check_choice, check_module
 from weft.checkpoint.pretrained_files import save_pretrained
 from weft.comm.communicator import Communicator
 from weft.comm.registry import Group, communicator
@@ -159,6 +160,7 @@ def parallelize(
         >>> model[0].weight.shape, model(torch.ones(4, 16)).shape
         (torch.Size([32, 16]), torch.Size([4, 16]))
     """
+    check_module("parallelize", model)
     check_choice("parallelize: checks", checks, CHECKS)
     ranks = ranks_along(mesh, invariant is not None)
     stage, sharding = zero_options(zero, ranks.sizes, invariant)
@@ -219,6 +221,9 @@ def _in_stages(model: nn.Module, mesh, ranks: MeshRanks, pipeline: Mapping, opti
     if options["sequence_parallel"] or getattr(plan, "sequence_parallel", False):
         _check_sequence_parallel(ranks, invariant)
     dimensions_of(mesh)
+    known = list(inspect.signature(Pipeline.__init__).parameters)[3:]  # behind self, model and mesh
+    if unknown := sorted(set(pipeline) - set(known)):
+        raise TypeError(f"parallelize: pipeline has no option {unknown[0]!r}; it has {', '.join(known)}")
     within = _within_stages(mesh, invariant is not None)
     if within is not None:
         model = parallelize(model, within, **options)

@@ -1,10 +1,14 @@
 """from_pretrained: a model of transformers from its folder; each rank reads and holds its own part alone."""
 
+import os
+import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,7 +37,7 @@ def from_pretrained(
     tensor. A rank never holds more than its part of the model and one tensor.
 
     Args:
-        path: a folder with config.json and safetensors, as `save_pretrained` writes it: model.safetensors, or
+        path: a name of the Hugging Face hub ("meta-llama/Llama-3.2-1B"), or a folder with config.json and safetensors, as `save_pretrained` writes it: model.safetensors, or
             model.safetensors.index.json and its files. The model may be one that torchao quantised (TorchAoConfig).
         mesh: a mesh with tp, cp or both, or a group that splits the layers, as for weft.parallelize. With zero=3 among
             the options it may have dp too: each rank then reads and holds its part of its part.
@@ -62,7 +66,7 @@ def from_pretrained(
     """
     need("weft.from_pretrained", "transformers", "5.23")
     _check_mesh(mesh, options.get("zero", 0))
-    folder, made = Path(path), []
+    folder, made = _folder_of(path), []
 
     def build() -> None:
         found = _config_of(folder, config or {})
@@ -90,6 +94,43 @@ _RENAMED = (
     "\nSome models of transformers have other names in their files (experts one by one, say). Save such a model once "
     "by model.save_pretrained(path, save_original_format=False)"
 )
+
+
+def _folder_of(path: str | Path) -> Path:
+    """Return the folder: the path, or where huggingface_hub keeps a model of that name. A collective call.
+
+    One process of each machine downloads what the hub's cache lacks.
+    """
+    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or find_spec("huggingface_hub") is None:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "*.safetensors"]
+
+    def cached() -> str | None:
+        try:
+            folder = Path(snapshot_download(str(path), allow_patterns=files, local_files_only=True))
+            source_at(folder)
+        except Exception:  # a file is missing: the hub's own errors, CheckpointError
+            return None
+        return str(folder) if (folder / "config.json").exists() else None
+
+    def download() -> None:
+        if int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0:
+            try:
+                snapshot_download(str(path), allow_patterns=files)
+            except Exception as error:
+                raise CheckpointError(
+                    f"no folder {path}, and the hub's model of that name could not be had: {error}. "
+                    f"huggingface_hub.snapshot_download({str(path)!r}) fetches one and returns its folder"
+                ) from error
+
+    ranks = ranks_of(None)
+    found = together(ranks, cached)
+    if None in found:
+        together(ranks, download)
+        found = together(ranks, cached)
+    return Path(found[dist.get_rank()] or path)
 
 
 def _check_mesh(mesh: Group, zero: int | Mapping) -> None:

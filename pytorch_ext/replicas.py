@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
-from weft.arguments import check_choice
+from weft.arguments import check_choice, check_module
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
 from weft.context_parallel.region import FIRST_CALLS, sharing_in
@@ -44,6 +44,15 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
     """
     sums = {name: sum_of_bits(x) for name, x in model.named_parameters() if not x.is_meta}
     if difference := _difference(ranks, sums):
+        kinds = ranks.all_gather_object({name: (tuple(x.shape), x.dtype) for name, x in model.named_parameters()})
+        for rank, its in zip(ranks.global_ranks, kinds, strict=True):
+            for name in kinds[0].keys() & its.keys():
+                if its[name] != kinds[0][name]:
+                    first, other = (f"{kind[1]} {list(kind[0])}" for kind in (kinds[0][name], its[name]))
+                    raise ValueError(
+                        f"parallelize: {name} is {first} on rank {ranks.global_ranks[0]} and {other} on rank {rank}. "
+                        "Every rank must have the same whole model"
+                    )
         shards = ((name, shard_of(parameter)) for name, parameter in model.named_parameters())
         for name in (name for name, shard in shards if shard is not None and shard.communicator == ranks):
             raise ValueError(
@@ -90,6 +99,7 @@ def check_replicas(model: nn.Module) -> None:
         >>> model = weft.DataParallel(nn.Linear(4, 4))
         >>> weft.check_replicas(model)
     """
+    check_module("check_replicas", model)
     parameters = dict(model.named_parameters())
     tensors = parameters | dict(model.named_buffers())
     compared: list[tuple[Communicator, Mapping[str, torch.Tensor], str]] = []
@@ -300,6 +310,11 @@ class SameCalls:
         if self.left <= 0 and not (self.checks == "always" and self.groups):
             return False, 0
         self.left -= 1
+        if empty := [name for name, x in module.named_parameters() if x.is_meta]:
+            raise ValueError(
+                f"{name}: {empty[0]} is on the meta device, without values: model.to_empty(device=...), and load them "
+                "by weft.load_checkpoint or weft.load_safetensors, before a call"
+            )
         self._refuse_ddp()
         if not self._weights_checked:
             self._weights_checked = True
@@ -336,7 +351,8 @@ class SameCalls:
                 raise ValueError(
                     f"DistributedDataParallel over ranks {common}, which have different parts of the model: it made "
                     "them all the first one's. Build the model again, and wrap it by "
-                    'process_group=mesh["dp"].get_group() or by weft.DataParallel(model, group=mesh["dp"])'
+                    'process_group=mesh["dp"].get_group() or by weft.DataParallel(model, group=mesh["dp"]); with '
+                    "transformers' Trainer, pass **weft.adapters.trainer.settings(mesh, ...) to it"
                 )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.arguments import check_module
 from weft.checkpoint import contents, safetensors_io, save_plan, validation
 from weft.checkpoint.boxes import TensorPart
 from weft.checkpoint.contents import HeldTensor, Optimizers, Tensors
@@ -94,6 +95,7 @@ def save_checkpoint(
         >>> weft.load_checkpoint(model, None, path).step
         100
     """
+    check_module("save_checkpoint", model)
     ranks, folder = ranks_of(group), Path(path)
     here: dict[str, dict[str, HeldTensor]] = {}
 
@@ -178,6 +180,7 @@ def load_checkpoint(
         >>> weft.load_checkpoint(whole, None, path).step
         100
     """
+    check_module("load_checkpoint", model)
     ranks, folder = ranks_of(group), Path(path)
     here: list[tuple[Source, Tensors, list[Optimizer]]] = []
 

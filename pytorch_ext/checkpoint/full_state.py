@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.arguments import check_module
 from weft.checkpoint.contents import refuse_quantized
 from weft.comm.communicator import Communicator
 from weft.comm.purpose import calls_for
@@ -38,6 +39,7 @@ def full_state_dict(model: nn.Module, *, device: str | torch.device | None = "cp
         >>> weft.full_state_dict(model)["0.weight"].shape
         torch.Size([8, 4])
     """
+    check_module("full_state_dict", model)
     if isinstance(model, DataParallel):
         model = model.module
     refuse_quantized(model)

@@ -294,6 +294,12 @@ class Files:
         except FileNotFoundError:
             raise CheckpointError(f"{self._folder / file} is missing") from None
         except (SafetensorError, OSError) as error:
+            with open(self._folder / file, "rb") as opened:
+                if opened.read(4)[:2] in (b"PK", b"\x80\x02"):
+                    raise CheckpointError(
+                        f"{self._folder / file} is no safetensors file, but one of torch.save: torch.load it, then "
+                        "load_state_dict"
+                    ) from None
             raise CheckpointError(f"{self._folder / file} is torn or was altered: {error}") from error
 
     def read(self, box: Box, inside: tuple[slice, ...] | None = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import nn
 
+from weft.arguments import check_module
 from weft.checkpoint import contents, save_plan
 from weft.checkpoint.boxes import Extent, TensorPart
 from weft.checkpoint.contents import HeldTensor, Optimizers
@@ -49,6 +50,7 @@ def state_hash(model: nn.Module, optimizer: Optimizers = None, *, group: Group =
         >>> weft.state_hash(weft.parallelize(model, weft.init_mesh(tp=2))) == alone
         True
     """
+    check_module("state_hash", model)
     ranks = ranks_of(group)
     here: dict[str, dict[str, HeldTensor]] = {}
 

@@ -158,7 +158,9 @@ class RegionEntry:
         self.learns = sharing.checks != "always"
 
     def __deepcopy__(self, memo):
-        return RegionEntry(self.sharing)
+        made = RegionEntry(self.sharing)
+        made.learns = self.learns
+        return made
 
     @outside_of_graphs
     def __call__(self, module: nn.Module, args, kwargs):

@@ -598,7 +598,9 @@ def _guarded(name: str, out, given: Sequence[torch.Tensor]):
 
 def _memory_of(x: torch.Tensor) -> int | None:
     with torch._C.DisableTorchFunction():
-        return x.untyped_storage().data_ptr() or None if x.layout is torch.strided else None
+        if x.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return None
+        return x.untyped_storage().data_ptr() or None
 
 
 def without_guards(tree):

@@ -68,15 +68,14 @@ class Pattern:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self._never_built(repr(name))
+        raise self._never_built(repr(name), "use a mesh with cp=1")
 
     def __getitem__(self, index):
-        raise self._never_built("a part")
+        raise self._never_built("a part", 'use a mesh with cp=1, or attn_implementation="sdpa"')
 
-    def _never_built(self, what: str) -> ValueError:
+    def _never_built(self, what: str, instead: str) -> ValueError:
         return ValueError(
-            f"the model asks for {what} of its causal mask, which weft's attention never builds: use a mesh with cp=1, "
-            'or attn_implementation="sdpa"'
+            f"the model asks for {what} of its causal mask, which weft's attention never builds: {instead}"
         )
 
 
@@ -85,7 +84,8 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, *, otherwise,
     padding = options.get("attention_mask")
     square = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     # allow_is_causal_skip: the mask has no documents, and no part from the user.
-    if square and options.get("allow_is_causal_skip", True) and (padding is None or bool(padding.all())):
+    fp64 = options.get("dtype") == torch.float64  # which gathers the sequence, with a mask
+    if square and not fp64 and options.get("allow_is_causal_skip", True) and (padding is None or bool(padding.all())):
         window = options.get("local_size")
         if _is_window(options["mask_function"], q_length, window):
             return Pattern(window)

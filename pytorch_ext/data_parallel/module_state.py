@@ -91,8 +91,8 @@ class Trained:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._kinds, self.members = self._kinds_now(), Members(module, buffers=False)
 
-    def _kinds_now(self) -> list[tuple[bool, torch.dtype]]:
-        return [(parameter.requires_grad, parameter.dtype) for parameter in self._parameters]
+    def _kinds_now(self) -> list[tuple[bool, tuple]]:
+        return [(parameter.requires_grad, (parameter.dtype, parameter.shape)) for parameter in self._parameters]
 
     def check(self) -> bool:
         """Return whether parameters were frozen or unfrozen since the last check.
@@ -108,9 +108,10 @@ class Trained:
             return False
         for parameter, (_, before), (_, now) in zip(self._parameters, self._kinds, kinds, strict=True):
             if before != now:
+                is_now, was = (f"{dtype} {list(shape)}" for dtype, shape in (now, before))
                 raise ValueError(
-                    f"DataParallel: the parameter {self._names[id(parameter)]!r} is {now}, and was {before} when it "
-                    "was wrapped: convert the module first, then wrap it"
+                    f"DataParallel: the parameter {self._names[id(parameter)]!r} is {is_now}, and was {was} when it was "
+                    "wrapped: convert or resize the module first, then wrap it"
                 )
         self._kinds = kinds
         return True

@@ -182,6 +182,8 @@ class Reducer:
             if sync:
                 reducer._begin()
 
+        if not any(slot.parameter.requires_grad for slot in self.slots):  # frozen, and passed through
+            outputs = ()
         self._outputs_begin = bool(outputs)
         for output in outputs:
             output.register_hook(begin)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.arguments import check_choice
+from weft.arguments import check_choice, check_module
 from weft.comm.communicator import Communicator
 from weft.data_parallel.consensus import check_same_module
 from weft.sharding.owners import owners_of
@@ -26,6 +26,7 @@ def check_wrap(module: nn.Module, ranks: Communicator, options: dict) -> torch.d
         ValueError: as documented at DataParallel.
         CollectiveMismatchError: as documented at DataParallel.
     """
+    check_module("DataParallel", module)
     _check_options(options)
     check_same(module, ranks, options)
     return next(x.device for x in module.parameters() if x.requires_grad)
@@ -88,7 +89,10 @@ def _obstacle(module: nn.Module, ranks: Communicator) -> str:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         return f"the module is on several devices ({places}); a rank has one"
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        return "no parameter of the module requires a gradient: there is nothing to reduce"
+        return (
+            "no parameter of the module requires a gradient: there is nothing to reduce. Freeze behind the wrap what "
+            'will train later; for a model that never trains leave dp out, mesh["cp", "tp"]'
+        )
     return ""
 
 

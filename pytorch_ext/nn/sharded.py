@@ -133,6 +133,12 @@ class ShardHolder(nn.Module):
         Args:
             whole_use: one product of ours takes the whole parameter, not pieces of it.
         """
+        if name not in self._parameters:
+            raise ValueError(
+                f"{name} of a split {type(self).__name__} was made something else by a parametrization or a pruning, "
+                "which would see this rank's part alone: apply it before weft.parallelize and make it permanent "
+                "(remove_parametrizations, prune.remove)"
+            )
         parameter, shard = self._parameters[name], self.shards.get(name)
         if parameter is None or shard is None:
             return parameter

@@ -14,17 +14,30 @@ def refuse_transforms(name: str) -> NoReturn:
     )
 
 
+class _NoBackward:
+    """Stands for the context of a function that keeps nothing."""
+
+    def save_for_backward(self, *tensors):
+        pass
+
+    def mark_non_differentiable(self, *tensors):
+        pass
+
+
 class RankFunction(torch.autograd.Function):
     """An autograd function with collectives.
 
     Torch's `apply` goes through the arguments for torch.func, whose transforms have no rule for a collective: they are
-    refused here instead.
+    refused here instead, unless they neither transform nor differentiate the tensors.
     """
 
     @classmethod
     def apply(cls, *args):
         if torch._C._are_functorch_transforms_active():
-            refuse_transforms(cls.__name__)
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            if any(x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
+                refuse_transforms(cls.__name__)
+            return cls.forward(_NoBackward(), *args)  # of a mask, say, which transformers makes with vmap
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 

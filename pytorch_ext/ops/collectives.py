@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _C
-from weft.arguments import check_choice
+from weft.arguments import check_choice, check_tensor
 from weft.comm.communicator import Communicator
 from weft.comm.fusion import Fusion
 from weft.comm.registry import Group, communicator
@@ -63,6 +63,7 @@ def all_reduce(
         >>> weft.all_reduce(torch.tensor(float(dist.get_rank())), op="max")
         tensor(1.)
     """
+    check_tensor("all_reduce: x", x)
     ranks = communicator(group)
     plain = wire_dtype is None and scale == 1.0 and squared_norm is None
     recorded = x.requires_grad and torch.is_grad_enabled()
@@ -155,6 +156,7 @@ def all_gather(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> torch.T
         >>> weft.all_gather(torch.tensor([10 + dist.get_rank()]))
         tensor([10, 11])
     """
+    check_tensor("all_gather: x", x)
     ranks = communicator(group)
     return _AllGather.apply(x, dim, ranks, ranks.all_sizes(x, dim))
 
@@ -177,6 +179,7 @@ def reduce_scatter(x: torch.Tensor, *, dim: int = 0, group: Group = None) -> tor
         >>> weft.reduce_scatter(torch.ones(4))  # each rank gets half of the sums
         tensor([2., 2.])
     """
+    check_tensor("reduce_scatter: x", x)
     ranks = communicator(group)
     return _ReduceScatter.apply(x, dim, ranks, split_sizes(x.size(dim), ranks.world_size))
 
@@ -191,6 +194,7 @@ def broadcast(x: torch.Tensor, *, src: int = 0, group: Group = None) -> torch.Te
         >>> weft.broadcast(torch.tensor([dist.get_rank()]), src=1)
         tensor([1])
     """
+    check_tensor("broadcast: x", x)
     ranks = communicator(group)
     if x.requires_grad and torch.is_grad_enabled():
         return _Broadcast.apply(x, src, ranks)

@@ -201,14 +201,14 @@ def _apply(function, x, weight, bias, place, *addend):
     if casts:
         x, weight, bias = cast_operands(x, weight, bias)
     if x.dtype != weight.dtype or x.device != weight.device or not x.dim() or x.size(-1) != weight.size(1):
-        _refuse(x, weight)
+        _refuse(x, weight, function)
     if not casts:
         return function.apply(x, weight, bias, place, main_grad, *addend)
     with torch.autocast(device, enabled=False):
         return function.apply(x, weight, bias, place, main_grad, *addend)
 
 
-def _refuse(x, weight):
+def _refuse(x, weight, function):
     if x.dtype != weight.dtype or x.device != weight.device:
         raise TypeError(
             f"linear: the input is {x.dtype} on {x.device}, the weight {weight.dtype} on {weight.device}; "
@@ -217,4 +217,5 @@ def _refuse(x, weight):
     raise ValueError(
         f"linear: the input has shape {tuple(x.shape)}; its last dimension must be {weight.size(1)}, the input "
         f"features of this rank's weight {tuple(weight.shape)}"
+        + (" (a row layer takes a part; with split_input=True, the whole)" if "Row" in function.__name__ else "")
     )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft._C import CommError
 from weft.activation_checkpoint import recomputes
-from weft.arguments import check_choice
+from weft.arguments import check_choice, check_module
 from weft.comm.registry import communicator
 from weft.context_parallel.region import agreed, sharing_in
 from weft.context_parallel.shared_sequence import Sharing
@@ -68,6 +68,7 @@ class PipelineCut(ForwardCut):
 
 def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> None:
     """Raise ValueError for a model, schedule, loss or reduction that Pipeline cannot use."""
+    check_module("Pipeline", model)
     if isinstance(model, LayerSplit | DataParallel):
         raise ValueError(
             f"Pipeline: the model is a {type(model).__name__}, as weft.parallelize returns it for a mesh with pp "
@@ -75,7 +76,8 @@ def check_arguments(model: nn.Module, schedule: str, loss, reduction: str) -> No
         )
     if made := [name for name, parameter in model.named_parameters() if parameter.is_inference()]:
         raise ValueError(
-            f"Pipeline: {made[0]!r} was made inside of torch.inference_mode, and has no gradient: make the model outside"
+            f"Pipeline: {made[0]!r} was made inside of torch.inference_mode, and has no gradient: make the model "
+            "outside"
         )
     check_choice("Pipeline: schedule", schedule, SCHEDULES)
     check_choice("Pipeline: reduction", reduction, ("mean", "sum"))

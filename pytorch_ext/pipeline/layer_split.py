@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from weft.arguments import check_module
 from weft.comm.communicator import Communicator
 from weft.comm.registry import communicator
 from weft.context_parallel.region import agreed, share_in_stages, sharing_in
@@ -73,6 +74,7 @@ class LayerSplit(nn.Module):
         checks: str = "first",
     ):
         super().__init__()
+        check_module("LayerSplit", model)
         self._whole = (model,)  # not registered: its children are
         if isinstance(devices_or_mesh, DeviceMesh):
             self._call: Callable = _AcrossRanks(self, model, devices_or_mesh)

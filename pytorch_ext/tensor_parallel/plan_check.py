@@ -10,6 +10,8 @@ That is found when the model runs (PartUses).
 """
 
 import logging
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -56,6 +58,7 @@ class PlanCheck:
 
     def __init__(self, model: nn.Module, split: SplitLayers, ranks: Communicator | None, in_units: bool, checks: str):
         self._calls: dict[str, CallCheck] = {}  # by the name of the module whose calls are followed
+        self._own = ranks is not None and ranks.world_size > 1 and split.automatic is None and bool(split.replacements)
         self._uses: PartUses | None = None
         if ranks is None:
             return
@@ -70,6 +73,8 @@ class PlanCheck:
 
     def install(self, model: nn.Module, called: nn.Module) -> None:
         """Check the calls of the model, which is split now; `called` is the module that calls it for the user."""
+        if self._own:
+            model.register_forward_hook(_explain_shape, always_call=True)  # also behind an error
         if self._uses is not None:
             self._uses.install(model)
         for name, check in self._calls.items():
@@ -77,6 +82,23 @@ class PlanCheck:
 
 
 # The user's own plan
+
+
+def _explain_shape(model: nn.Module, args, output) -> None:
+    """Say which module counts whole features, if a call fails by the shape of a part. Torch calls it then too."""
+    error = sys.exc_info()[1]
+    if output is not None or not isinstance(error, RuntimeError) or "is invalid for input of size" not in str(error):
+        return
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for module in reversed([caller for caller in callers if isinstance(caller, nn.Module)]):
+        if split := [name for name, child in module.named_children() if isinstance(child, ShardHolder)]:
+            numbers = [name for name, value in vars(module).items() if type(value) is int and not name.startswith("_")]
+            error.args = (
+                f"{error}. {', '.join(split)} of {type(module).__name__} are split, and it may count the features of all "
+                f"ranks ({', '.join(numbers) or 'a number in its code'}): let the plan give it this rank's numbers, "
+                f'{{"style": "attributes", "{(numbers or ["heads"])[0]}": (one of each rank)}}, or take plan="auto"',
+            )
+            return
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.arguments import check_module
 from weft.context_parallel.notes import notes
 from weft.context_parallel.region import sharing_in
 from weft.data_parallel.sharded_optimizer import piece_of
@@ -64,8 +65,7 @@ def explain(model: nn.Module, batch: Any = None, *, tokens: int | None = None, c
         2: ParallelLinear row, weight (16, 32) of (16, 64), over shared memory
             sends    32 KiB forward, 0 B backward
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"explain takes a torch.nn.Module, and not a {type(model).__name__}")
+    check_module("explain", model)
     if batch is not None and tokens is not None:
         raise ValueError("explain takes a batch or tokens, and not both")
     tokens = 4096 if batch is None and tokens is None else _tokens_of(batch) if tokens is None else tokens
