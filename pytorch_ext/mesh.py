@@ -38,7 +38,8 @@ def init_mesh(
         The DeviceMesh. Layers take mesh["tp"] as their group.
 
     Raises:
-        ValueError: a size is no whole number or below 1; the device type is none of these or is not here; the product is not the number of ranks, or ep does not fit dp and cp.
+        ValueError: a size is no whole number or below 1; the device type is none of these or is not here; the product
+            is not the number of ranks, or ep does not fit dp and cp.
 
     Examples:
         >>> mesh = weft.init_mesh(tp=2)

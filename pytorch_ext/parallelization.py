@@ -183,7 +183,7 @@ def parallelize(
         return made
 
     sharing = _sharing_of(model, ranks, context, checks, invariant)
-    refuse_other_tuners(model)
+    refuse_other_tuners(model, _several(ranks.tp) is not None)
     automatic, entries = chosen_plan(model, plan, ranks, sequence_parallel, strict, invariant)
     between = _ranks_between_layers(model, ranks, automatic, sequence_parallel, invariant)
     split = SplitLayers.of(model, automatic, entries, ranks, invariant)

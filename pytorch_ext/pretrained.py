@@ -37,7 +37,8 @@ def from_pretrained(
     tensor. A rank never holds more than its part of the model and one tensor.
 
     Args:
-        path: a name of the Hugging Face hub ("meta-llama/Llama-3.2-1B"), or a folder with config.json and safetensors, as `save_pretrained` writes it: model.safetensors, or
+        path: a name of the Hugging Face hub ("meta-llama/Llama-3.2-1B"; huggingface_hub keeps its files), or a folder
+            with config.json and safetensors, as `save_pretrained` writes it: model.safetensors, or
             model.safetensors.index.json and its files. The model may be one that torchao quantised (TorchAoConfig).
         mesh: a mesh with tp, cp or both, or a group that splits the layers, as for weft.parallelize. With zero=3 among
             the options it may have dp too: each rank then reads and holds its part of its part.

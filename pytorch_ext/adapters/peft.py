@@ -17,6 +17,7 @@ from typing import Any
 import peft.peft_model
 import peft.tuners.lora.model
 import peft.tuners.tuners_utils
+import peft.utils.hotswap
 import peft.utils.save_and_load
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from peft.tuners.lora import layer as of_peft
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.tuners_utils import _get_in_out_features
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.adapters import need
 from weft.checkpoint.on_all_ranks import ranks_of, together
@@ -36,7 +38,7 @@ from weft.nn.sharded import ShardedModule, ShardHolder
 from weft.replicas import check_same_draw
 from weft.sharding.quantized import is_quantized, values_of
 from weft.sharding.shard import shard_of
-from weft.tensor_parallel.peft_wrappers import without_peft, wrappers_in
+from weft.tensor_parallel.peft_wrappers import refuse_trained_tokens, without_peft, wrappers_in
 from weft.tensor_parallel.ties import keep_parameters
 
 need("weft.adapters.peft", "peft", "0.21")
@@ -255,6 +257,9 @@ def register() -> None:
     files = peft.utils.save_and_load
     files.has_valid_embedding_base_layer = _knowing_split_layers(files.has_valid_embedding_base_layer)
     PeftModel.save_pretrained = _saving_whole(PeftModel.save_pretrained)
+    lora.LoraModel.add_weighted_adapter = _refusing_whole_matrices(lora.LoraModel.add_weighted_adapter)
+    swap = peft.utils.hotswap
+    swap.hotswap_adapter_from_state_dict = _refusing_swaps(swap.hotswap_adapter_from_state_dict)
     PeftModel.load_adapter = _checking_first(PeftModel.load_adapter)
     PeftModel.from_pretrained = classmethod(_checking_first(PeftModel.from_pretrained.__func__))
 
@@ -291,6 +296,7 @@ def _finding_split_layers(find: Callable) -> Callable:
 
     @functools.wraps(find)
     def finding(peft_config, model):
+        refuse_trained_tokens(peft_config, any(isinstance(module, ParallelEmbedding) for module in model.modules()))
         split = [module for module in model.modules() if isinstance(module, ParallelLinear)]
         kinds = [type(module) for module in split]
         try:
@@ -302,6 +308,32 @@ def _finding_split_layers(find: Callable) -> Callable:
                 module.__class__ = kind
 
     return finding
+
+
+def _refusing_whole_matrices(add: Callable) -> Callable:
+    @functools.wraps(add)
+    def add_weighted_adapter(self, adapters, weights, adapter_name, combination_type="svd", *args, **kwargs):
+        if combination_type not in ("linear", "cat") and any(isinstance(x, ShardHolder) for x in self.modules()):
+            raise ValueError(
+                f"add_weighted_adapter: combination_type={combination_type!r} looks at whole matrices, and each rank "
+                'has parts: use "linear" or "cat", or combine them on the whole model and load the result'
+            )
+        return add(self, adapters, weights, adapter_name, combination_type, *args, **kwargs)
+
+    return add_weighted_adapter
+
+
+def _refusing_swaps(swap: Callable) -> Callable:
+    @functools.wraps(swap)
+    def hotswap_adapter_from_state_dict(model, *args, **kwargs):
+        if any(isinstance(x, ShardHolder) for x in model.modules()):
+            raise ValueError(
+                "hotswap_adapter puts whole matrices in the place of this rank's parts: use model.load_adapter and "
+                "model.set_adapter"
+            )
+        return swap(model, *args, **kwargs)
+
+    return hotswap_adapter_from_state_dict
 
 
 def _knowing_split_layers(is_valid: Callable) -> Callable:
@@ -316,7 +348,8 @@ def _saving_whole(save: Callable) -> Callable:
     @functools.wraps(save)
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Write the adapter of the unsplit model, from the first rank. A collective call of all ranks."""
-        if kwargs.get("state_dict") is not None or not any(shard_of(x) is not None for x in self.parameters()):
+        parts = any(isinstance(x, DTensor) or shard_of(x) is not None for x in self.parameters())
+        if kwargs.get("state_dict") is not None or not parts:
             return save(self, save_directory, *args, **kwargs)
         names = kwargs.get("selected_adapters") or list(self.peft_config)
         whole = _whole_adapters(self, names, kwargs.get("save_embedding_layers", "auto"))
@@ -337,7 +370,8 @@ def _whole_adapters(model: PeftModel, names: Sequence[str], embeddings) -> dict[
         wanted |= {id(x) for x in own.values()}
     whole = {name: x for name, x in state.items() if id(x) in wanted}
     shards = {name: shard_of(x) for name, x in whole.items()}
-    return {n: x.detach() if (s := shards[n]) is None else s.gather(x.detach()) for n, x in whole.items()}
+    values = {name: x.full_tensor() if isinstance(x, DTensor) else x.detach() for name, x in whole.items()}
+    return {name: x if (shard := shards[name]) is None else shard.gather(x) for name, x in values.items()}
 
 
 def _checking_first(load: Callable) -> Callable:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from weft._C import CollectiveMismatchError
 from weft.comm.dtypes import AVERAGE, SUM, op_code
 from weft.comm.engine import promise
 from weft.comm.fusion import Fusion
@@ -175,10 +176,19 @@ class FSDPAllGather(AllGather):
 
     def __init__(self, group: Group = None):
         self._group = group
+        self.module = ""  # whose parameters are gathered, for errors
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         ranks = communicator(group if self._group is None else self._group)
-        ranks.all_gather_into(input_tensor, list(output_tensor.chunk(ranks.world_size)))
+        try:
+            ranks.all_gather_into(input_tensor, list(output_tensor.chunk(ranks.world_size)))
+        except CollectiveMismatchError as error:
+            if self.module:
+                error.args = (
+                    f"{error} It gathers the parameters of {self.module!r}: every rank must call the same modules in "
+                    "the same order, also one that its batch does not need (times zero)",
+                )
+            raise

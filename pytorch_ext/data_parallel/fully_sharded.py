@@ -113,7 +113,7 @@ class ShardedParameters:
         for name, module in {**apart, **called}.items():
             of_module = experts if experts is not None and name in apart else mesh
             fully_shard(module, mesh=of_module, ignored_params=set(self._whole()), **options)
-            self._connect(module, of_module)
+            self._connect(module, of_module, name)
         sharded = {x: now for module, name, x in before if (now := module._parameters[name]) is not x}
         for module, name, x in before:  # FSDP2 knows no names outside of the modules that are called
             if x in sharded:
@@ -134,11 +134,13 @@ class ShardedParameters:
         if self._copyable:
             model.__deepcopy__ = partial(self._copied, model)
 
-    def _connect(self, module: Any, mesh: DeviceMesh) -> None:
+    def _connect(self, module: Any, mesh: DeviceMesh, name: str) -> None:
         """Give a module of FSDP2 weft's collectives, and let it see parts of a sequence."""
         kind = type(module)
         kind.__name__ = kind.__mro__[kind._orig_cls_mro_index].__name__  # by which transformers know a model
-        module.set_custom_all_gather(FSDPAllGather(mesh))
+        gather = FSDPAllGather(mesh)
+        gather.module = name or "the whole model"
+        module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(FSDPReduceScatter(mesh))
         of_all = communicator(mesh) == self.ranks
         divisor = self._divisor * self._copies if of_all else self._divisor  # experts get tokens of several ranks of dp

@@ -110,8 +110,8 @@ class Trained:
             if before != now:
                 is_now, was = (f"{dtype} {list(shape)}" for dtype, shape in (now, before))
                 raise ValueError(
-                    f"DataParallel: the parameter {self._names[id(parameter)]!r} is {is_now}, and was {was} when it was "
-                    "wrapped: convert or resize the module first, then wrap it"
+                    f"DataParallel: the parameter {self._names[id(parameter)]!r} is {is_now}, and was {was} when it "
+                    "was wrapped: convert or resize the module first, then wrap it"
                 )
         self._kinds = kinds
         return True

@@ -51,6 +51,9 @@ class DiLoCo(torch.optim.Optimizer):
         ...     optimizer.step()
     """
 
+    # GradScaler then calls `step` also after an overflow, which the ranks need: they meet in every `every`-th call.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -85,7 +88,8 @@ class DiLoCo(torch.optim.Optimizer):
         """Do a local step and, every `every` calls, the outer step, which is a collective call.
 
         Args:
-            closure: passed on to the inner optimizer.
+            closure: passed on to the inner optimizer. After an overflow that torch.amp.GradScaler found the inner
+                optimizer does no step, and the call counts all the same.
 
         Returns:
             Result of the inner optimizer's step(): the closure's loss, or None.
@@ -93,12 +97,25 @@ class DiLoCo(torch.optim.Optimizer):
         Raises:
             RuntimeError: the inner optimizer got more parameters after construction; raised at the outer step.
         """
-        loss = self.inner.step() if closure is None else self.inner.step(closure)
+        loss = None
+        if self._is_finite():
+            loss = self.inner.step() if closure is None else self.inner.step(closure)
         outer = self.param_groups[0]
         outer["steps"] += 1
         if outer["steps"] % outer["every"] == 0:
             self._outer_step(outer)
         return loss
+
+    @torch.no_grad()
+    def _is_finite(self) -> bool:
+        """Return whether a GradScaler, if there is one, found only finite gradients; take its scale from them."""
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found is not None and bool(found):
+            return False
+        gradients = [x.grad for x in _parameters_of(self.inner) if x.grad is not None] if scale is not None else []
+        if gradients:
+            torch._foreach_mul_(gradients, float(1 / scale.double()))
+        return True
 
     @torch.no_grad()
     def _outer_step(self, outer: dict) -> None:

@@ -83,8 +83,17 @@ def _why_whole(wrapper: nn.Module) -> str | None:
     return None if bases is None or base in bases else f"LoRA around a {base} has no split form"
 
 
-def refuse_other_tuners(model: nn.Module) -> None:
-    """Raise ValueError if the model has adapters that are not LoRA's, or ones that are tied."""
+def refuse_trained_tokens(config: Any, splits: bool) -> None:
+    """Raise ValueError if an adapter trains rows of an embedding that ranks split."""
+    if splits and getattr(config, "trainable_token_indices", None):
+        raise ValueError(
+            "trainable_token_indices are rows of the whole embedding, and each rank has a part of it: leave them out "
+            'and train the embedding (modules_to_save=["embed_tokens"]), or use a mesh without tp'
+        )
+
+
+def refuse_other_tuners(model: nn.Module, splits: bool) -> None:
+    """Raise ValueError if the model has adapters that are not LoRA's, or, where `splits`, ones that cannot be split."""
     known = getattr(model, "peft_config", None)
     for name, config in known.items() if isinstance(known, dict) else ():
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -93,6 +102,7 @@ def refuse_other_tuners(model: nn.Module) -> None:
                 f"parallelize: the adapter {name!r} is of peft's {kind}, and only those of LORA can be split. Merge it "
                 "first (merge_and_unload), or leave the model on one rank"
             )
+        refuse_trained_tokens(config, splits)
         if getattr(config, "ensure_weight_tying", False):
             raise ValueError(
                 f"parallelize: the adapter {name!r} has ensure_weight_tying, and the tied matrices would have "

@@ -94,8 +94,8 @@ def _explain_shape(model: nn.Module, args, output) -> None:
         if split := [name for name, child in module.named_children() if isinstance(child, ShardHolder)]:
             numbers = [name for name, value in vars(module).items() if type(value) is int and not name.startswith("_")]
             error.args = (
-                f"{error}. {', '.join(split)} of {type(module).__name__} are split, and it may count the features of all "
-                f"ranks ({', '.join(numbers) or 'a number in its code'}): let the plan give it this rank's numbers, "
+                f"{error}. {', '.join(split)} of {type(module).__name__} are split, and it may count all "
+                f"features ({', '.join(numbers) or 'a number in its code'}): let the plan give it this rank's numbers, "
                 f'{{"style": "attributes", "{(numbers or ["heads"])[0]}": (one of each rank)}}, or take plan="auto"',
             )
             return
