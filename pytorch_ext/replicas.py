@@ -46,9 +46,9 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
     if difference := _difference(ranks, sums):
         kinds = ranks.all_gather_object({name: (tuple(x.shape), x.dtype) for name, x in model.named_parameters()})
         for rank, its in zip(ranks.global_ranks, kinds, strict=True):
-            for name in kinds[0].keys() & its.keys():
-                if its[name] != kinds[0][name]:
-                    first, other = (f"{kind[1]} {list(kind[0])}" for kind in (kinds[0][name], its[name]))
+            for name, kind in kinds[0].items():
+                if its.get(name, kind) != kind:
+                    first, other = (f"{dtype} {list(shape)}" for shape, dtype in (kind, its[name]))
                     raise ValueError(
                         f"parallelize: {name} is {first} on rank {ranks.global_ranks[0]} and {other} on rank {rank}. "
                         "Every rank must have the same whole model"
