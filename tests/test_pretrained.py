@@ -170,3 +170,24 @@ def test_folders_that_cannot_be_read_are_refused_on_every_rank(tmp_path):
         config = tmp_path / name / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     run_ranks(check_mistakes, 2, tmp_path)
+
+
+def from_the_hub(rank, cache, folder):
+    import huggingface_hub
+
+    huggingface_hub.constants.HF_HUB_CACHE = str(cache)
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    model = weft.from_pretrained("somebody/tiny", weft.init_mesh(tp=2, device_type="cpu"))
+    expected = weft.from_pretrained(folder, weft.init_mesh(tp=2, device_type="cpu"))
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+    refused(weft.CheckpointError, "huggingface_hub.snapshot_download.'somebody/other'. fetches", "somebody/other")
+
+
+def test_a_name_of_the_hub_is_found_where_huggingface_hub_keeps_it(tmp_path):
+    kept = tmp_path / "hub" / "models--somebody--tiny"
+    folder = kept / "snapshots" / "0123"
+    FAMILIES["Llama"]().save_pretrained(folder)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123")
+    run_ranks(from_the_hub, 2, tmp_path / "hub", folder)

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from peft.utils.hotswap import hotswap_adapter  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 SIZES = dict(
@@ -610,3 +611,63 @@ def check_mistakes(rank, folder):
 
 def test_mistakes_are_errors_on_every_rank_before_anything_is_replaced(tmp_path):
     run_ranks(check_mistakes, 2, tmp_path)
+
+
+def whole_or_refused(rank, folder):
+    plain, split = pair(FAMILIES["Llama"], "peft first", init_lora_weights=False)
+    for model in (plain, split):
+        torch.manual_seed(6)
+        model.add_adapter("other", config_of(init_lora_weights=False))
+        model.double()
+    for kind in ("linear", "cat"):
+        split.add_weighted_adapter(["default", "other"], [0.5, 0.5], kind, combination_type=kind)
+    for kind in ("svd", "ties", "magnitude_prune"):
+        with pytest.raises(ValueError, match="looks at whole matrices"):
+            split.add_weighted_adapter(["default", "other"], [0.5, 0.5], kind, combination_type=kind, density=0.5)
+    split.save_pretrained(folder / "adapter", selected_adapters=["default"])
+    with pytest.raises(ValueError, match="whole matrices in the place of this rank's parts"):
+        hotswap_adapter(split, str(folder / "adapter"), "default")
+    tokens = {"input_ids": batch_of()["input_ids"]}
+    plain.set_adapter("default")
+    split.set_adapter("default")
+    merged = split.merge_and_unload()
+    merged.save_pretrained(folder / "merged")
+    weft.barrier()
+    read = type(merged).from_pretrained(folder / "merged", dtype=torch.float64)
+    with torch.no_grad(), InDouble():
+        torch.testing.assert_close(read(**tokens).logits, plain(**tokens).logits)
+
+
+def trained_tokens(rank):
+    torch.manual_seed(3)
+    whole = get_peft_model(FAMILIES["Llama"](), config_of(trainable_token_indices=[1, 5]))
+    with pytest.raises(ValueError, match="trainable_token_indices are rows of the whole embedding"):
+        weft.parallelize(whole, weft.init_mesh(tp=2, device_type="cpu"))
+    split = weft.parallelize(FAMILIES["Llama"](), weft.init_mesh(tp=2, device_type="cpu"))
+    with pytest.raises(ValueError, match="trainable_token_indices are rows of the whole embedding"):
+        get_peft_model(split, config_of(trainable_token_indices=[1, 5]))
+
+
+def saved_sharded(rank, folder):
+    torch.manual_seed(3)
+    plain = with_adapter(FAMILIES["Llama"](), init_lora_weights=False)
+    model = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(dp=2, device_type="cpu"), zero=3)
+    model.save_pretrained(folder)
+    weft.barrier()
+    torch.manual_seed(3)
+    read = PeftModel.from_pretrained(FAMILIES["Llama"](), folder).double()
+    for name, parameter in plain.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(read.get_parameter(name), parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_what_needs_whole_matrices_is_refused_and_a_merged_model_saves_whole(tmp_path):
+    run_ranks(whole_or_refused, 2, tmp_path)
+
+
+def test_trained_rows_of_a_split_embedding_are_refused():
+    run_ranks(trained_tokens, 2)
+
+
+def test_adapters_of_a_model_with_zero_3_are_saved_whole(tmp_path):
+    run_ranks(saved_sharded, 2, tmp_path)

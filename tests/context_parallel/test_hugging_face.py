@@ -292,3 +292,43 @@ def refuses_weights(rank):
 
 def test_attention_weights_of_a_shared_sequence_are_refused():
     run_ranks(refuses_weights, 2)
+
+
+def masks_by_vmap(rank, dtype):
+    """Embedding Gemma: transformers builds its two masks, of padding and both windows, with torch.func.vmap."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(**SIZES, sliding_window=5, use_bidirectional_attention=True)
+    plain = transformers.Gemma3TextModel(config).to(dtype)
+    model = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(cp=2, device_type="cpu"))
+    tokens = tokens_of(13)
+    for hidden in (slice(0, 0), slice(0, 4), slice(9, None), slice(0, 4)):
+        mask = torch.ones_like(tokens)
+        mask[0, hidden] = 0
+        kept = mask.bool().unsqueeze(-1)
+        results = []
+        for each in (plain, model):
+            each.zero_grad()
+            output = each(input_ids=tokens, attention_mask=mask).last_hidden_state * kept
+            (output * torch.linspace(-1, 1, output.size(-1), dtype=dtype)).sum().backward()
+            results.append((output, *(p.grad for p in each.parameters())))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max() + 1))
+
+
+def windows_in_fp64(rank):
+    torch.manual_seed(0)
+    plain = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=5)).double()
+    model = weft.parallelize(copy.deepcopy(plain), weft.init_mesh(cp=2, device_type="cpu"))
+    for each in (plain, model):
+        each(input_ids=tokens_of(13)).logits.square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_that_transformers_builds_with_vmap_are_those_of_the_whole(dtype):
+    run_ranks(masks_by_vmap, 2, dtype)
+
+
+def test_a_window_in_fp64_is_a_mask():
+    run_ranks(windows_in_fp64, 2)

@@ -483,3 +483,33 @@ def not_to_be_averaged(rank):
 
 def test_diloco_refuses_what_it_would_not_average():
     run_ranks(not_to_be_averaged, 2)
+
+
+def with_a_scaler(rank, unscales):
+    """An overflow on one rank leaves out its inner step, and the ranks still meet in the same call."""
+    results = []
+    for scaled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = weft.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), every=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(9):
+            overflows = rank == 1 and step in (1, 4)
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 4), 1.0 + rank + step)).square().mean()
+            if scaled:
+                scaler.scale(loss * float("inf") if overflows else loss).backward()
+                if unscales:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                (loss * (not overflows)).backward()
+                optimizer.step()
+        results.append(model.weight.detach())
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_diloco_counts_the_steps_that_a_scaler_leaves_out(unscales):
+    run_ranks(with_a_scaler, 2, unscales)
