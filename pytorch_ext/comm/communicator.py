@@ -29,7 +29,7 @@ class Communicator:
         world_size: ranks in the group.
         unreached: by device, why ranks do not reach each other's memory there; "" if they do.
         known_attention: attention by the kind of its call (ops/context_attention.py).
-        compared: kinds of calls of which ranks have compared the first.
+        compared: kinds of calls; the ranks have compared the first call of each.
         workspaces: by kernel and device, the workspaces of kernels that write to other ranks.
     """
 

@@ -117,8 +117,9 @@ def compare_first_call(ranks: Communicator | None, target: torch.Tensor, logits:
     if type(target) is not torch.Tensor or target.is_meta or _captures(target):
         return
     ranks.compared.add("losses")
-    varied = logits is not None and logits.numel() > 0 and bool((logits != logits.flatten()[0]).any())
-    own = [int(mark_of_bits(target)), int(mark_of_bits(logits)) if varied else 0]
+    if logits is not None and (not logits.numel() or bool((logits == logits.flatten()[0]).all())):
+        logits = None  # of one value, which each part may have
+    own = [int(mark_of_bits(target)), 0 if logits is None else int(mark_of_bits(logits))]
     where = ranks.device_of_numbers(target.device)
     rows = ranks.all_gather(torch.tensor([own], device=where), 0, [1] * ranks.world_size).tolist()
     for rank, row in zip(ranks.global_ranks, rows, strict=True):
@@ -127,7 +128,7 @@ def compare_first_call(ranks: Communicator | None, target: torch.Tensor, logits:
                 f"the targets differ between rank {ranks.global_ranks[0]} and rank {rank}, which have parts of the "
                 "same classes: pass the same targets on both"
             )
-    if varied and all(row[1] == own[1] for row in rows):
+    if logits is not None and all(row[1] == own[1] for row in rows):
         raise ValueError(
             f"parallel_cross_entropy: the ranks have the same logits, of {logits.size(-1)} classes, and each must have "
             "its part of them: compute F.cross_entropy of whole logits"

@@ -112,8 +112,8 @@ class DiLoCo(torch.optim.Optimizer):
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found is not None and bool(found):
             return False
-        gradients = [x.grad for x in _parameters_of(self.inner) if x.grad is not None] if scale is not None else []
-        if gradients:
+        gradients = [x.grad for x in _parameters_of(self.inner) if x.grad is not None]
+        if scale is not None and gradients:
             torch._foreach_mul_(gradients, float(1 / scale.double()))
         return True
 
