@@ -86,7 +86,7 @@ def from_pretrained(
     try:
         load_safetensors(model, folder, device=device, cast=True)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_RENAMED if 'not stored' in str(error) else ''}") from error
+        raise CheckpointError(f"{error}{_RENAMED if 'not stored' in str(error) else ''}") from None
     _load_generation_config(model, folder)
     return model
 

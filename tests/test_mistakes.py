@@ -331,6 +331,37 @@ def test_a_block_that_one_rank_skips_under_zero_3_is_named():
     run_ranks(skipped, 2)
 
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            y = block(x)  # a view, as a linear layer with a bias returns it
+            y += x
+            x = y
+        return x
+
+
+def written_to(rank):
+    plain, model = Residual(), weft.parallelize(Residual(), weft.init_mesh(dp=2), zero=3)
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    (plain(x).square().sum() / 2).backward()
+    with warned() as texts:
+        for _ in range(2):
+            model.zero_grad()
+            model(x[rank : rank + 1]).square().sum().backward()
+    assert not texts
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_a_blocks_output_under_zero_3_may_be_written_to():
+    run_ranks(written_to, 2)
+
+
 def copied(rank):
     torch.manual_seed(0)
     model = weft.parallelize(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))),

@@ -234,7 +234,7 @@ def split_wrappers(model: nn.Module, replacements: Mapping[str, nn.Module]) -> I
             try:
                 parts = {adapter: _parts_of(wrapper, adapter, base) for adapter in wrapper.lora_A}
             except ValueError as error:
-                raise ValueError(f"parallelize: {name}: {error}") from error
+                raise ValueError(f"parallelize: {name}: {error}") from None
             yield functools.partial(_become, wrapper, SplitLoraLinear, parts)
 
 

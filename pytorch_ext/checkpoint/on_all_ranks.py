@@ -49,7 +49,7 @@ def together(ranks, work: Callable[[], T]) -> list[T]:
             raise
         expected = isinstance(error, ValueError | TypeError | CheckpointError)
         failure = (type(error), str(error)) if expected else (CheckpointError, f"{type(error).__name__}: {error}")
-        cause = error
+        cause = None if expected else error  # an expected one has said everything
     gathered = ranks.all_gather_object((value, failure))
     by_text: dict[str, list[int]] = {}
     kinds = []

@@ -17,7 +17,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from weft.comm.registry import communicator
 from weft.context_parallel.shared_sequence import SharedSequence
@@ -154,6 +154,7 @@ class ShardedParameters:
             if group is not None:
                 group._register_post_backward_hook = partial(_of_call_parts, group._register_post_backward_hook)
         module.register_forward_pre_hook(_mark_gathered)
+        module.register_forward_hook(_without_views, prepend=True)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not self._compared and torch.is_grad_enabled():
@@ -309,6 +310,16 @@ def _recover(model: Any, _: Any, output: Any) -> None:
         _reshard(model)
 
 
+def _without_views(module: nn.Module, _: Any, output: Any) -> Any:
+    """Copy the views among a block's outputs: what writes to one loses the memory of FSDP2 (pytorch#181832).
+
+    A linear layer with a bias gives a view of its product.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map_only(torch.Tensor, lambda x: x.clone() if x.grad_fn is not None and x._is_view() else x, output)
+
+
 def _reshard(model: nn.Module, *_) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -340,7 +351,7 @@ def _cut_loaded(module: nn.Module, state: dict, prefix: str, *_) -> None:
                 )
 
 
-_HOOKS = (_mark_gathered, _recover, _reshard, _cut_loaded)
+_HOOKS = (_mark_gathered, _without_views, _recover, _reshard, _cut_loaded)
 
 # FSDP2 hooks the tensors that enter and leave a block. Of a shared sequence these are its parts.
 

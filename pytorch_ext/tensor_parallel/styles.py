@@ -138,7 +138,7 @@ def part_of(name: str, module: nn.Module, entry: str | Mapping, group) -> nn.Mod
     except (TypeError, ValueError) as error:
         unknown = re.search(r"unexpected keyword argument ('\w+')", str(error))
         text = f"style {style!r} has no option {unknown[1]}; it has {_options_of(part)}" if unknown else error
-        raise type(error)(f"parallelize: {name}: {text}") from error
+        raise type(error)(f"parallelize: {name}: {text}") from None
 
 
 def _options_of(part: Callable) -> str:
