@@ -24,7 +24,7 @@ LAYERS = [
     {"weft.nn", "weft.testing"},
     {"weft.context_parallel"},
     {"weft.invariant"},
-    {"weft.replicas", "weft.activation_checkpoint", "weft.tensor_parallel"},
+    {"weft.replicas", "weft.output_gradients", "weft.activation_checkpoint", "weft.tensor_parallel"},
     {"weft.data_parallel"},
     {"weft.pipeline", "weft.clip_grad", "weft.optim", "weft.checkpoint"},
     {"weft.adapters"},

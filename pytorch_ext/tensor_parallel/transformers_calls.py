@@ -56,7 +56,8 @@ def calls_of_transformers(model, batch: int, length: int) -> Iterator[Callable[[
 
 
 def _call(model: nn.Module, named: dict[str, Any]) -> Any:
-    if getattr(without_peft(model).config, "_attn_implementation", None) != "eager":
+    config = getattr(without_peft(model), "config", None)  # `model` may be a function that calls one in stages
+    if getattr(config, "_attn_implementation", None) not in ("eager", None):
         named = {name: x for name, x in named.items() if name != "output_attentions"}  # others return none, and warn
     return model(**named)
 
