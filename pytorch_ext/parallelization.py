@@ -164,6 +164,8 @@ def parallelize(
     check_choice("parallelize: checks", checks, CHECKS)
     ranks = ranks_along(mesh, invariant is not None)
     stage, sharding = zero_options(zero, ranks.sizes, invariant)
+    if stage == 3:
+        _sharers_of_experts(ranks)
     parameters = list(model.parameters())
     if invariant is not None:
         _check_invariant(model, ranks, invariant, pipeline is not None)
@@ -183,7 +185,7 @@ def parallelize(
         return made
 
     sharing = _sharing_of(model, ranks, context, checks, invariant)
-    refuse_other_tuners(model, _several(ranks.tp) is not None)
+    refuse_other_tuners(model, _several(ranks.tp) is not None, ranks.experts is not None)
     automatic, entries = chosen_plan(model, plan, ranks, sequence_parallel, strict, invariant)
     between = _ranks_between_layers(model, ranks, automatic, sequence_parallel, invariant)
     split = SplitLayers.of(model, automatic, entries, ranks, invariant)
@@ -397,7 +399,16 @@ def _sharers(mesh: Any, ranks: MeshRanks) -> DeviceMesh:
 
 
 def _sharers_of_experts(ranks: MeshRanks) -> DeviceMesh | None:
-    return None if ranks.experts is None else ranks.experts["replica_group"]
+    if ranks.experts is None:
+        return None
+    along = ranks.experts["ep_group"]._get_root_mesh()
+    if along["cp"].size() > 1:
+        whole = ranks.sizes.get("dp", 1) * ranks.sizes["cp"]
+        raise ValueError(
+            'parallelize: zero=3 shares parameters over "dp" and "cp" together, and these experts lie on ranks of "dp" '
+            f"alone: use init_mesh(ep={whole}), a mesh without cp, or zero=0"
+        )
+    return ranks.experts["replica_group"]
 
 
 def _give_out_by_block(model: nn.Module) -> None:

@@ -379,6 +379,15 @@ def test_a_copy_of_a_model_with_zero_3_over_cp_runs_as_the_model():
     run_ranks(copied, 2)
 
 
+def experts_over_dp_alone(rank):
+    mesh = weft.init_mesh(dp=2, cp=2, ep=2)
+    refused(lambda: weft.parallelize(net(), mesh, zero=3), r"use init_mesh\(ep=4\), a mesh without cp", ValueError)
+
+
+def test_zero_3_over_cp_says_which_meshes_of_experts_it_takes():
+    run_ranks(experts_over_dp_alone, 4)
+
+
 # Messages
 
 

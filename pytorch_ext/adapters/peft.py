@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from weft.adapters import need
 from weft.checkpoint.on_all_ranks import ranks_of, together
 from weft.checkpoint.safetensors_io import source_at
+from weft.data_parallel.data_parallel import DataParallel
 from weft.nn import ParallelConv1D, ParallelEmbedding, ParallelLinear
 from weft.nn.lora import Adapter, add_adapters, check_adapter, split_adapter
 from weft.nn.sharded import ShardedModule, ShardHolder
@@ -296,6 +297,11 @@ def _finding_split_layers(find: Callable) -> Callable:
 
     @functools.wraps(find)
     def finding(peft_config, model):
+        if isinstance(model, DataParallel):
+            raise ValueError(
+                "get_peft_model of a weft.DataParallel, which has wrapped other parameters: add the adapters "
+                "before weft.parallelize, or before weft.DataParallel"
+            )
         refuse_trained_tokens(peft_config, any(isinstance(module, ParallelEmbedding) for module in model.modules()))
         split = [module for module in model.modules() if isinstance(module, ParallelLinear)]
         kinds = [type(module) for module in split]

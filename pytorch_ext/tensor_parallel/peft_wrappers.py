@@ -92,8 +92,13 @@ def refuse_trained_tokens(config: Any, splits: bool) -> None:
         )
 
 
-def refuse_other_tuners(model: nn.Module, splits: bool) -> None:
-    """Raise ValueError if the model has adapters that are not LoRA's, or, where `splits`, ones that cannot be split."""
+def refuse_other_tuners(model: nn.Module, splits: bool, experts: bool) -> None:
+    """Raise ValueError if the model has adapters that are not LoRA's, or ones that cannot be split.
+
+    Args:
+        splits: several ranks split the layers.
+        experts: ranks split the experts.
+    """
     known = getattr(model, "peft_config", None)
     for name, config in known.items() if isinstance(known, dict) else ():
         kind = getattr(config.peft_type, "value", config.peft_type)
@@ -103,6 +108,11 @@ def refuse_other_tuners(model: nn.Module, splits: bool) -> None:
                 "first (merge_and_unload), or leave the model on one rank"
             )
         refuse_trained_tokens(config, splits)
+        if experts and getattr(config, "target_parameters", None):
+            raise ValueError(
+                f"parallelize: the adapter {name!r} has target_parameters, matrices of experts, and ranks of ep have "
+                "other experts each: leave them out, or use a mesh without ep"
+            )
         if getattr(config, "ensure_weight_tying", False):
             raise ValueError(
                 f"parallelize: the adapter {name!r} has ensure_weight_tying, and the tied matrices would have "

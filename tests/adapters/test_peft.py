@@ -671,3 +671,21 @@ def test_trained_rows_of_a_split_embedding_are_refused():
 
 def test_adapters_of_a_model_with_zero_3_are_saved_whole(tmp_path):
     run_ranks(saved_sharded, 2, tmp_path)
+
+
+def wrong_orders(rank):
+    """What adapters cannot be put around, or be split with."""
+    wrapped = weft.parallelize(FAMILIES["Llama"](), weft.init_mesh(dp=2, device_type="cpu"))
+    with pytest.raises(ValueError, match="add the adapters before weft.parallelize"):
+        get_peft_model(wrapped, config_of())
+    on_experts = config_of(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model, mesh = (
+        of_transformers("Mixtral", **SIZES, num_local_experts=4),
+        weft.init_mesh(dp=2, ep=2, device_type="cpu"),
+    )
+    with pytest.raises(ValueError, match="has target_parameters, matrices of experts"):
+        weft.parallelize(get_peft_model(model, on_experts), mesh)
+
+
+def test_adapters_around_a_wrap_or_around_experts_over_ep_are_refused():
+    run_ranks(wrong_orders, 2)
