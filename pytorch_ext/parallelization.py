@@ -118,12 +118,12 @@ def parallelize(
             or if weft's kernels do not run on the model's GPU.
         checks: "first": in the first three calls, the ranks that compute one model together ("tp", "pp", "cp") compare
             arguments, mode, and random numbers if the model draws some. In the first one they compare the split weights
-            too. The first call of each kind (shapes, types, modes) shows whether the plan is right for it, and over
-            "cp" what later calls can leave out.
+            too, and in the first backwards the gradients of outputs over "tp" and "cp". The first call of each kind
+            (shapes, types, modes) shows whether the plan is right for it, and over "cp" what later calls can leave out.
             "always": every call is compared and runs in full, and `weft.check_replicas` runs in every training call.
             "off": no call is compared, for ranks that call with different tensors on purpose.
-            With a plan of your own and sequence_parallel no arguments are compared over "tp", because a rank may then
-            call with its part of the sequence. `model.check_replicas()` compares replicas at any time.
+            With a plan of your own and sequence_parallel nothing of calls is compared over "tp", because a rank may
+            then call with its part of the sequence. `model.check_replicas()` compares replicas at any time.
         tune: start the first call with a `weft.warm_up` on its arguments: it measures each product of the model on this
             GPU, unless an earlier run has. WEFT_TUNE=1 in the environment means the same for every model, WEFT_TUNE=0
             turns it off.
@@ -208,7 +208,7 @@ def parallelize(
     cut = _cut(model, ranks, checks)
     plan_check.install(model, cut)
     shared = None if sharing is None or sharing.parts else sharing.ranks
-    SameLoss(_several(ranks.tp), _several(shared), checks).install(cut)
+    SameLoss(None if split.by_parts else _several(ranks.tp), _several(shared), checks).install(cut)
     wrapped = _over_replicas(cut, mesh, ranks, stage, sharding, invariant)
     SameCalls({} if ranks.tp is None or split.by_parts else {ranks.tp: True}, checks).install(wrapped, cut)
     _tune_at_first_call(wrapped, tune)

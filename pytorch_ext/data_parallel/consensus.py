@@ -151,8 +151,9 @@ def agreed_order(ranks: Communicator, arrived: Sequence[Slot]) -> list[Slot]:
 
 
 def mark_of_batch(arguments: Any) -> list[int]:
-    """Return the marks of the tensors among a call's arguments."""
-    return [int(mark_of_bits(x)) for x in tree_leaves(arguments) if type(x) is torch.Tensor and not x.is_meta]
+    """Return the marks of the plain tensors among a call's arguments."""
+    tensors = [x for x in tree_leaves(arguments) if type(x) is torch.Tensor and x.layout is torch.strided]
+    return [int(mark_of_bits(x)) for x in tensors if not (x.is_meta or x.is_nested)]
 
 
 def warn_of_same_batch(ranks: Communicator, mark: list[int]) -> None:

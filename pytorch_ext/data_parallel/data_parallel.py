@@ -197,7 +197,7 @@ class DataParallel(nn.Module):
             self._gradients.watch()
         if self._batch is None:
             self.reducer.check_earlier()  # before any collective call that a rank with an error would not join
-            if self.reducer.learns:
+            if self.reducer.learns and not torch.compiler.is_compiling():
                 self.reducer.batch = mark_of_batch((inputs, options))
         if self._broadcasts and self.module.training and self._sync and self._trained.members.has_buffers():
             broadcast_buffers(self.module, self.ranks)

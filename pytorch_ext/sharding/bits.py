@@ -30,5 +30,5 @@ def mark_of_bits(x: torch.Tensor) -> torch.Tensor:
 def _bits(x: torch.Tensor) -> torch.Tensor:
     if is_quantized(x):
         return torch.cat([_bits(numbers).flatten().long() for _, numbers in numbers_in(x)])
-    numbers = torch.view_as_real(x) if x.is_complex() else x
+    numbers = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return local(numbers.detach()).contiguous().view(_INTEGERS[numbers.element_size()])
