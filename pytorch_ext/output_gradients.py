@@ -82,7 +82,8 @@ def _look(x: torch.Tensor) -> torch.Tensor:
     matrix = x.detach().reshape(-1, x.size(-1)) if x.dim() else x.detach().reshape(1, 1)
     rows, columns = (torch.arange(size, device=x.device).mul(12.9898).sin_() for size in matrix.shape)
     projection = (matrix @ columns.to(x.dtype)).double() @ rows.double()
-    return torch.stack([projection, torch.linalg.vector_norm(matrix, dtype=_wide(x)).double()])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.stack([projection, torch.linalg.vector_norm(matrix, dtype=wide).double()])
 
 
 def _alike(one: list[float], other: list[float]) -> bool:
@@ -95,11 +96,8 @@ def _sums_to_zero(gradient: torch.Tensor) -> bool:
     """Return whether each row sums to zero, as a softmax over it makes it do."""
     if not gradient.dim():
         return False
-    sizes = torch.linalg.vector_norm(gradient, 1, dim=-1, dtype=_wide(gradient))
-    sums = gradient.sum(-1, dtype=_wide(gradient)).abs()
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    sizes = torch.linalg.vector_norm(gradient, 1, dim=-1, dtype=wide)
+    sums = gradient.sum(-1, dtype=wide).abs()
     rounding = 1e-4 if torch.finfo(gradient.dtype).bits > 16 else 2e-2
     return bool(sizes.any()) and bool((sums <= rounding * sizes).all())
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

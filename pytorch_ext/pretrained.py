@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -106,7 +105,7 @@ def _folder_of(path: str | Path) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    files = ["*.json", "*.safetensors"]
+    files, ranks = ["*.json", "*.safetensors"], ranks_of(None)
 
     def cached() -> str | None:
         try:
@@ -117,7 +116,7 @@ def _folder_of(path: str | Path) -> Path:
         return str(folder) if (folder / "config.json").exists() else None
 
     def download() -> None:
-        if int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0:
+        if int(os.environ.get("LOCAL_RANK", ranks.rank)) == 0:
             try:
                 snapshot_download(str(path), allow_patterns=files)
             except Exception as error:
@@ -126,12 +125,11 @@ def _folder_of(path: str | Path) -> Path:
                     f"huggingface_hub.snapshot_download({str(path)!r}) fetches one and returns its folder"
                 ) from error
 
-    ranks = ranks_of(None)
     found = together(ranks, cached)
     if None in found:
         together(ranks, download)
         found = together(ranks, cached)
-    return Path(found[dist.get_rank()] or path)
+    return Path(found[ranks.rank] or path)
 
 
 def _check_mesh(mesh: Group, zero: int | Mapping) -> None:
