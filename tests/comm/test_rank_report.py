@@ -1,5 +1,7 @@
 """`weft stuck`: which rank a hang waits for, where that rank is, and where the others are."""
 
+import contextlib
+import ctypes
 import os
 import queue
 import re
@@ -97,13 +99,23 @@ def loads_in_a_module(path):
     nn.Sequential(Loads(lambda: sleeps(path)))(torch.ones(2))
 
 
+def keeps_the_gil(path):
+    ctypes.PyDLL(None).sleep(6)
+    sleeps(path)
+
+
+def ends_while_a_thread_runs(path):
+    threading.Thread(target=sleeps, args=(path,), name="uploader").start()
+    threading._shutdown()  # as at the end of a program
+
+
 def is_stopped(path):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 HANGS = [
     *(sleeps, computes, takes_a_lock, gets_from_a_queue, waits_for_an_event, joins_a_thread, runs_a_process),
-    *(reads_a_socket, multiplies, loads_in_a_module, is_stopped),
+    *(reads_a_socket, multiplies, loads_in_a_module, is_stopped, keeps_the_gil, ends_while_a_thread_runs),
 ]
 
 
@@ -154,12 +166,18 @@ def test_the_rank_that_others_wait_for_comes_first_with_its_place(hang, tmp_path
     first, *lines = text.split("\n")
     if hang is is_stopped:
         assert re.match(r"others wait for rank 1, which does not answer: process \d+ is stopped", first), text
+    elif hang is keeps_the_gil:
+        assert re.match(r"others wait for rank 1, .*: process \d+ is asleep, perhaps in code that keeps the GIL", first)
+        assert ("keeps_the_gil" if rank_report.py_spy() else "`pip install py-spy` shows where") in text, text
+    elif hang is ends_while_a_thread_runs:
+        where = r'the end of its program, where it waits for thread "uploader" at .*test_rank_report.py:\d+ sleeps'
+        assert re.match(rf"rank 1 \(pid \d+\) is waited for, at {where}", first), text
     else:
         assert re.match(r"rank 1 \(pid \d+\) is waited for, at .*test_rank_report.py:\d+ ", first), text
         assert 'it has finished call #1 on "default_pg"' in first
         assert any(hang.__name__ in line or "sleeps" in line for line in [first, *lines]), text
     if hang is loads_in_a_module:
-        assert ", in Sequential > Loads;" in first
+        assert ", in Sequential > Loads;" in first and "_call_impl" not in text
     for rank in (0, 2):
         assert re.search(
             rf"rank {rank} \(pid \d+\) has waited for .* in all_reduce #2 .*for rank 1, at .*one_hangs", text
@@ -264,6 +282,101 @@ def test_a_signal_prints_them_and_a_program_that_has_left_its_groups_says_nothin
     assert ("rank 0 (pid" in capfd.readouterr().err) != slurm
 
 
-def test_the_command_without_ranks(capsys):
+def test_the_command_without_ranks(capsys, monkeypatch):
+    monkeypatch.setattr(rank_report, "reports", list)
     assert cli.main(["stuck"]) == 0
-    assert capsys.readouterr().out
+    assert "weft run --as-gloo" in capsys.readouterr().out
+
+
+def a_report(rank, job, program, waiting=None, place="train.py:1 train"):
+    groups = [{"name": "dp", "calls": 3, "waiting": waiting}]
+    which = {"pid": 100 + rank, "rank": rank, "job": job, "program": program}
+    return {**which, "groups": groups, "stack": [], "place": place, "modules": []}
+
+
+def test_jobs_have_headings_and_those_that_wait_come_first():
+    well = [a_report(0, "a", "well.py")]
+    waits = [a_report(0, "b", "waits.py", ("all_reduce #4", 5.0, [1])), a_report(1, "b", "waits.py")]
+    silent = [{"pid": 7, "silent": "stopped", "job": "c", "program": "silent.py"}]
+    lines = rank_report.table([*well, *waits, *silent]).split("\n")
+    assert lines == [
+        "waits.py, 2 processes: waits",
+        'rank 1 (pid 101) is waited for, at train.py:1 train; it has finished call #3 on "dp"',
+        "rank 0 (pid 100) has waited for 5.0 s in all_reduce #4 for rank 1, at train.py:1 train",
+        "silent.py, 1 process: waits",
+        "process 7 is a rank and does not answer: stopped",
+        "well.py, 1 process: nobody waits",
+        "rank 0 (pid 100) is at train.py:1 train",
+    ]
+
+
+def test_what_a_process_says_is_printed_without_its_control_characters():
+    assert rank_report.table([a_report(0, "a", "", place="\x1b[2Jx\ny")]) == r"rank 0 (pid 100) is at \x1b[2Jx\ny"
+
+
+def as_another_user(act):
+    """Run `act` in a child that is another user; return its process number."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os.setuid(65534)
+            act()
+        os._exit(0)
+    return child
+
+
+def asked_by_another_user(rank):
+    address = "\0" + rank_report._SOCKET.format(user=os.getuid(), pid=os.getpid())
+    reading, writing = os.pipe()
+
+    def ask():
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(address)
+            os.write(writing, connection.recv(100) or b"nothing")
+
+    os.waitpid(as_another_user(ask), 0)
+    return os.read(reading, 100)
+
+
+only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+@only_root
+def test_a_process_of_another_user_gets_no_answer():
+    (outcome,) = try_ranks(asked_by_another_user, 1, timeout_s=LIMIT_S)
+    assert outcome.value == b"nothing"
+
+
+@only_root
+def test_a_process_of_another_user_is_not_believed():
+    reading, writing = os.pipe()
+
+    def lie():
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind("\0" + rank_report._SOCKET.format(user=0, pid=os.getpid()))
+            listening.listen(4)
+            os.write(writing, b"1")
+            connection, _ = listening.accept()
+            connection.sendall(b'{"pid": 1, "silent": "a lie"}')
+
+    child = as_another_user(lie)
+    os.read(reading, 1)
+    assert rank_report._asked(child) == {}
+    os.waitpid(child, 0)
+
+
+def asked_by_one_that_does_not_read(rank):
+    address = "\0" + rank_report._SOCKET.format(user=os.getuid(), pid=os.getpid())
+    small, rank_report.report = rank_report.report, lambda: {"pid": os.getpid(), "text": "x" * (1 << 24)}
+    with socket.socket(socket.AF_UNIX) as deaf, socket.socket(socket.AF_UNIX) as other:
+        deaf.connect(address)
+        time.sleep(0.2)
+        rank_report.report = small
+        other.settimeout(LIMIT_S)
+        other.connect(address)
+        return other.recv(100)
+
+
+def test_one_that_asks_and_does_not_read_keeps_nobody_from_an_answer():
+    (outcome,) = try_ranks(asked_by_one_that_does_not_read, 1, timeout_s=LIMIT_S)
+    assert outcome.value.startswith(b'{"pid"')
