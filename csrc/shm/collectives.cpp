@@ -233,6 +233,7 @@ void all_to_all(Group& group, const std::vector<const void*>& inputs, const std:
   CallHeader header{CallKind::all_to_all, dtype};
   Direct direct(group, header, safe.data[0], in_one_piece(safe.data, bytes) ? total(bytes) : 0);
   Call call(group, header);
+  call.record_count(total(input_counts));
 
   // First the sizes: how much each rank sends to each, and how much it expects from each. Little data goes with them.
   auto* announced = reinterpret_cast<uint64_t*>(call.next_staging());

@@ -538,6 +538,13 @@ Call::~Call() {
   if (recorded_ && std::uncaught_exceptions() <= exceptions_) group_.record_time(&CallRecord::ended_ns);
 }
 
+void Call::record_count(uint64_t elements) {
+  if (!recorded_) return;
+  const std::lock_guard<std::mutex> lock(group_.records_mutex_);
+  if (!group_.last_calls_.empty() && group_.last_calls_.back().number == group_.calls_)
+    group_.last_calls_.back().count = elements;
+}
+
 size_t Group::record_calls(size_t kept) {
   const std::lock_guard<std::mutex> lock(records_mutex_);
   last_calls_.clear();

@@ -317,6 +317,7 @@ class Call {
   void read_memory(int rank, void* destination, uint64_t address, size_t bytes) const;
 
   std::string text() const;  // all_reduce #17 on group "tp"
+  void record_count(uint64_t elements);  // of a call whose header has none, because ranks may send different numbers
 
  private:
   friend class Group;

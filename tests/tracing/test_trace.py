@@ -14,8 +14,9 @@ from pathlib import Path
 import parallel_programs as programs
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 
 import weft
@@ -57,7 +58,18 @@ PROGRAMS = {
 DELAY_S = float(os.environ.get("WEFT_DELAY_S", 0.1))  # 0.02 is named where each rank has a core
 
 
-def traced(rank, path, program, options, late=None, name=None):
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        time.sleep(DELAY_S)
+        return dx
+
+
+def traced(rank, path, program, options, late=None, name=None, backward=False):
     train, init, models = programs.train, programs.GPT.__init__, []
 
     def made(model, *args, **kwargs):
@@ -68,10 +80,18 @@ def traced(rank, path, program, options, late=None, name=None):
         if any(module is child and path == name for model in models for path, child in model.named_modules()):
             time.sleep(DELAY_S)  # the fault that is to be named
 
+    def delay_backward(module, _, y):
+        if any(module is child and path == name for model in models for path, child in model.named_modules()):
+            return SlowBackward.apply(y)
+        return None
+
     programs.train = lambda model, batches, *args, **kwargs: train(model, batches * 3, *args, **kwargs)
     if rank == late:
         programs.GPT.__init__ = made
-        register_module_forward_pre_hook(delay)
+        if backward:
+            register_module_forward_hook(delay_backward)
+        else:
+            register_module_forward_pre_hook(delay)
     with weft.trace(path):
         getattr(programs, program)(**options)
 
@@ -109,6 +129,14 @@ def test_a_delay_is_named(which, tmp_path):
 @pytest.mark.parametrize("seed", range(20))
 def test_twenty_delays_are_named(seed, tmp_path):
     check_named(tmp_path / "run.json", random.Random(seed).choice(list(PROGRAMS)), seed)
+
+
+@pytest.mark.parametrize("which", ["ddp", "tp", "weft dp"])
+def test_a_delay_inside_of_one_rank_s_backward_is_named(which, tmp_path):
+    """The sum of gradients makes all backwards equally long, so no rank's own times show whose fault it is."""
+    report = StepReport(ranks_of(tmp_path / "run.json", which, 1, "blocks.1.up", True))
+    (rank, cause), _ = report.causes.most_common(1)[0]
+    assert (rank, cause.kind, cause.name) == (1, "backward", "blocks.1.up"), f"{report}"
 
 
 # One trace
@@ -318,6 +346,22 @@ def on_machines(rank, path):
         programs.over_dp()
 
 
+def sends_to_all(rank, path):
+    with weft.trace(path):
+        nn.Linear(4, 4)(torch.ones(2, 4))
+        for sizes in ([1, 2], [3000, 50_000]):  # what each rank gets; both send the same
+            own = torch.ones(sum(sizes))
+            received = torch.empty(2 * sizes[rank])
+            dist.all_to_all_single(received, own, [sizes[rank]] * 2, sizes)
+
+
+def test_an_all_to_all_has_the_bytes_that_the_rank_sends(tmp_path):
+    run_ranks(sends_to_all, 2, tmp_path / "run.json")
+    for rank in load_trace(tmp_path / "run.json"):
+        calls = [(call.operation, call.bytes) for group in rank.groups for call in group.collectives]
+        assert calls == [("all_to_all", 4 * 3), ("all_to_all", 4 * 53_000)]
+
+
 def test_collectives_between_machines(tmp_path):
     """Two machines, as one that are said to be: between them the engine's calls are gloo's."""
     own = lambda rank: os.environ.update(WEFT_HOST=f"machine-{rank // 2}")  # noqa: E731
@@ -419,7 +463,7 @@ def test_errors_of_the_command(tmp_path, monkeypatch, capfd):
     assert main(["trace", str(other)]) == 2
     assert "other.json is no trace that weft has written" in capfd.readouterr().err
     assert main(["trace", str(other), "--run", "true", "--steps", "first"]) == 2
-    assert "--steps must be like 0-9" in capfd.readouterr().err
+    assert "steps must be like 0,1 or 0-9" in capfd.readouterr().err
 
 
 def test_ranks_that_left_no_part_are_named(tmp_path, of_ddp, capfd):
@@ -574,9 +618,12 @@ def test_who_was_late_at_a_call_beside_the_program_still_is_at_the_next():
     assert waits.found[0].place == Label("backward pass", "")
 
 
-def test_a_stage_that_takes_no_longer_than_usual_has_its_turn_in_the_schedule():
+@pytest.mark.parametrize("stages", [True, False])
+def test_a_sender_that_takes_no_longer_than_usual_is_not_late(stages):
     def spans(begin):
-        return [("forward", "blocks.0", *ms(begin, begin + 10))]
+        return [
+            (kind, "blocks.0", *ms(begin, begin + 10)) for kind in (["forward", "stage"] if stages else ["forward"])
+        ]
 
     sent = [Transfer(True, 1, 8, 0, *ms(10, 10.1))]
     received = [Transfer(False, 0, 8, 0, *ms(0, 10.1))]
@@ -585,7 +632,13 @@ def test_a_stage_that_takes_no_longer_than_usual_has_its_turn_in_the_schedule():
         a_rank(1, [("wait", "", *ms(0, 10.1)), *spans(10.1)], transfers=received),
     ]
     (wait,) = Waits(ranks, START).found
-    assert (wait.rank, wait.cause_rank, wait.cause.kind, wait.ns) == (1, 0, "schedule", ms(10)[0])
+    assert (wait.rank, wait.cause_rank, wait.cause.kind, wait.ns) == (
+        1,
+        0,
+        "schedule" if stages else "as usual",
+        ms(10)[0],
+    )
+    assert not [each for each in StepReport(ranks).advice() if "is late" in each.text]
 
 
 def test_advice_names_exposed_collectives_and_what_the_planner_expects():

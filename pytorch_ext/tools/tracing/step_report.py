@@ -12,6 +12,7 @@ from weft.tools.planner import rates
 from weft.tools.planner.hardware import Hardware
 from weft.tools.tracing.rank_trace import BACKWARD_PASS, RankTrace, TracedCall
 from weft.tools.tracing.waiting import (
+    AS_USUAL,
     COMMUNICATION,
     EARLIER,
     OUTSIDE,
@@ -136,7 +137,7 @@ class StepReport:
     def _of_late_ranks(self) -> Iterable[Advice]:
         by_rank: dict[tuple[int, Label], Counter[int]] = defaultdict(Counter)
         for wait in self.waits.found:
-            if wait.cause.kind not in (SCHEDULE, EARLIER) and self._in_steps(wait.rank, wait.begin):
+            if wait.cause.kind not in (SCHEDULE, AS_USUAL, EARLIER) and self._in_steps(wait.rank, wait.begin):
                 by_rank[wait.cause_rank, wait.cause][wait.rank] += wait.ns
         for (rank, cause), waited in by_rank.items():
             most = max(waited.values()) / 1e6 / self.steps

@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from weft.tools.planner.hardware import Hardware
+from weft.tools.steps import steps_of
 from weft.tools.tracing.step_report import StepReport
 from weft.tools.tracing.trace_file import load_trace, parts_of
 
@@ -22,23 +22,21 @@ def _status_of(command: list[str], environment: dict[str, str]) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    if not re.fullmatch(r"\d+(-\d+)?", options.steps):
-        print("weft trace: --steps must be like 0-9 or 5", file=sys.stderr)
-        return 2
     path, status = Path(options.file).absolute(), 0
-    if options.run is not None:
-        for old in (path, *parts_of(path)):
-            old.unlink(missing_ok=True)
-        environment = {"WEFT_AS_GLOO": "1", **os.environ, "WEFT_TRACE": str(path), "WEFT_TRACE_STEPS": options.steps}
-        status = _status_of(shlex.split(options.run), environment)
-        if status:
-            print(f"weft trace: {options.run!r} ended with status {status}", file=sys.stderr)
     try:
+        steps_of(options.steps)
+        if options.run is not None:
+            for old in (path, *parts_of(path)):
+                old.unlink(missing_ok=True)
+            asked = {"WEFT_TRACE": str(path), "WEFT_TRACE_STEPS": options.steps}
+            status = _status_of(shlex.split(options.run), {"WEFT_AS_GLOO": "1", **os.environ, **asked})
+            if status:
+                print(f"weft trace: {options.run!r} ended with status {status}", file=sys.stderr)
         ranks = load_trace(path)
         if not any(rank.spans for rank in ranks):
             raise ValueError(f"{path} has no calls of modules: the program ended before, or called none in these steps")
         report = StepReport(ranks, None if options.hardware is None else Hardware.of(options.hardware))
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"weft trace: {error}", file=sys.stderr)
         return 2
     missing = sorted(set(range(ranks[0].world)) - {rank.rank for rank in ranks})

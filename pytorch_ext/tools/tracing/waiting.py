@@ -19,11 +19,13 @@ _COMPUTING = {*MODULE_KINDS, BACKWARD_PASS, "step", "optimizer", "data"}
 COMMUNICATION = "communication"
 OUTSIDE = "outside"
 SCHEDULE = "schedule"
+AS_USUAL = "as usual"
 EARLIER = "earlier"
 _LEAST_NS = 20_000  # a shorter wait is not asked for its cause
 _UNUSUAL = 0.3  # share of a wait for a message that what took longer than usual must explain
 
 _WORDS = {OUTSIDE: "outside of modules", COMMUNICATION: COMMUNICATION, SCHEDULE: "its turn in the schedule"}
+_WORDS |= {AS_USUAL: "what takes it as long as usual"}
 _WORDS |= {BACKWARD_PASS: "backward, outside of modules", "step": "the optimizer's step", "data": "the next batch"}
 _WORDS |= {"optimizer": "clipping", EARLIER: "an earlier step"}
 
@@ -225,6 +227,7 @@ class Waits:
         self.found: list[Wait] = []
         self._of_rank: dict[int, list[Wait]] = defaultdict(list)
         self._usual = self._usual_times()
+        self._has_stages = any(rank.of_kind("stage", "schedule") for rank in ranks)
         self._before: dict[tuple, int] = {}  # group and rank, or channel: when the program had made the call before
         self._cause_of_group: dict[tuple, Cause] = {}
         self._counted: Counter[int] = Counter()  # by rank: until when its waits are counted
@@ -288,7 +291,7 @@ class Waits:
         }
         cause = self._cause(sender, longer, since, sent.begin)
         if cause[0] == sender and longer.get(cause[1], 0) < _UNUSUAL * (sent.begin - received.begin):
-            cause = sender, Label(SCHEDULE, "")
+            cause = sender, Label(SCHEDULE if self._has_stages else AS_USUAL, "")
         self._add(rank, received.begin, sent.begin, cause)
 
     def _cause(self, rank: int, longer: dict[Label, float], since: int, until: int) -> Cause:
