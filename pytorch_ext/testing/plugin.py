@@ -17,6 +17,7 @@ import contextlib
 import os
 import random
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -43,6 +44,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def rank() -> int:
     """Return this rank's number in a test marked ranks."""
     return -1  # pytest's own process is none of them
+
+
+@pytest.fixture
+def compare_ranks() -> Callable:
+    """Return `weft.testing.compare_ranks`, made to fail the test with its report where the runs part."""
+    from weft import testing
+
+    def compared(*args, **kwargs):
+        found = testing.compare_ranks(*args, **kwargs)
+        if not found.ok:
+            pytest.fail(str(found), pytrace=False)
+        return found
+
+    return compared
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -227,3 +227,34 @@ def test_torchs_own_test_case_forks(run):
         "--fork-ranks",
     )
     assert code == 0 and "1 passed" in text, text
+
+
+def test_a_fixture_compares_training_on_ranks_with_one_process(run):
+    code, text = run(
+        """
+        import pytest, torch, torch.distributed as dist
+        from torch import nn
+
+        def train(rank, world_size, forgets=False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for step in range(2):
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).chunk(world_size)[rank]
+                model(x).square().mean().backward()
+                for name, p in model.named_parameters() if world_size > 1 else ():
+                    if not (forgets and name == "2.bias"):
+                        dist.all_reduce(p.grad)
+                        p.grad /= world_size
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def test_right(compare_ranks):
+            assert compare_ranks(train, 2).compared > 50
+
+        def test_wrong(compare_ranks):
+            compare_ranks(lambda *rank: train(*rank, forgets=True), 2)
+        """
+    )
+    assert code == 1 and "1 failed, 1 passed" in text, text
+    assert "the runs part in 2.bias" in text and "the mean over ranks 0, 1 is the reference's" in text, text
