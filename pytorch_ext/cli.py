@@ -83,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="record what every rank does and when, and say where the time goes")
     trace.add_argument("file", help="of all ranks, for ui.perfetto.dev; without --run it is there")
     trace.add_argument("--run", help='the program: "torchrun --nproc-per-node 4 train.py"')
-    trace.add_argument("--steps", default="0-9", help="the steps of the optimizer to keep (default 0-9)")
+    trace.add_argument("--steps", default="0-9", help="the steps of the optimizer to keep, as 0,1 or 0-9 (default 0-9)")
     trace.add_argument("--html", metavar="FILE", help="write the report as a page too")
     trace.add_argument("--hardware", help="what the planner expects collectives of: a preset or a file of weft bench")
 
@@ -92,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--reference", required=True, help='the plain program, one process: "python train.py"')
     compare.add_argument("--run", required=True, help='the other: "torchrun --nproc-per-node 2 train.py --tp 2"')
-    compare.add_argument("--steps", default="0,1", help="the steps of the optimizer to compare (default 0,1)")
+    compare.add_argument("--steps", help="the steps of the optimizer to compare, as 0,1 or 0-9 (default 0,1)")
     compare.add_argument("--rename", action="append", default=[], metavar="RUN=REFERENCE", help="parts of module names")
     compare.add_argument("--keep", metavar="FOLDER", help="keep the recordings there")
     compare.add_argument("--all", action="store_true", help="print every difference")

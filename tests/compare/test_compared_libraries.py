@@ -19,7 +19,7 @@ SAVED = json.loads((Path(__file__).parents[2] / RESULTS / "compared.json").read_
 SAMPLE = {
     "llama": ["transformers: tp", "transformers: fsdp", "torch: FSDP2", "torch: FSDP2 with tp", "accelerate: cp"],
     "mixtral": ["transformers: ep"],
-    "apertus": ["transformers: tp"],
+    "apertus": ["transformers: tp", "transformers: fsdp"],
 }
 
 

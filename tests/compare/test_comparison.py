@@ -3,12 +3,13 @@
 import os
 import re
 import sys
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import parallel_programs as programs
 import pytest
+import recorded_runs
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,37 +23,16 @@ from weft.cli import main
 from weft.testing.ranks import run_ranks
 from weft.tools.compare.alignment import Alignment
 from weft.tools.compare.comparison import compare_recordings
-from weft.tools.compare.recorder import RunRecorder
 from weft.tools.compare.seen import Key, Seen, flat_parts, place_of
 
 DROPS = {"p": 0.2}
 MIXTURE = {"block": programs.MixtureBlock}
 
 
-def recorded(program, reordered=False):
-    recorder = RunRecorder(reordered=reordered)
-    recorder.start()
-    try:
-        program()
-    finally:
-        recorder.stop()
-    return recorder.seen(), recorder.edges()
-
-
-@cache
-def reference(p=0.0, block=programs.Block, seed=0):
-    program = partial(programs.unsplit, p, block, seed=seed)
-    (seen, edges), (other, _) = recorded(program), recorded(program, reordered=True)
-    return seen, edges, other
-
-
-def on_rank(rank, name, args, options):
-    return recorded(partial(getattr(programs, name), *args, **options))[0]
-
-
 def compared(name, *args, world=2, of=None, **options):
-    ranks = run_ranks(on_rank, world, name, args, options, timeout_s=120, group_timeout_s=60)
-    return compare_recordings(*reference(**(of or {})), ranks, {})
+    of = {"p": 0.0, "block": programs.Block, "seed": 0} | (of or {})
+    program = partial(getattr(programs, name), *args, **options)
+    return recorded_runs.compared((programs.unsplit, *of.values()), program, world)
 
 
 RIGHT = [
@@ -119,7 +99,7 @@ PLANTED = [
     ("over_dp", "norm without reduction", "norm.weight", "it is a part"),
     ("over_dp", "sum", "tokens.weight", "it is 2 times the reference's"),
     ("over_dp", "one rank skips", "head.weight"),
-    ("over_dp", "rate times ranks", "learning rate", "it is 2 times the reference's"),
+    ("over_dp", "rate times ranks", "optimizer", "lr of tokens.weight and 37 other parameters: it is 0.02, the"),
     ("over_dp", "unscaled micro-batches", "loss", "", {"micro": 2}),
     ("over_ddp", "frozen part", "head.bias", "it has none"),
     ("over_cp", "keys keep their gradients", "blocks.1"),
@@ -327,3 +307,65 @@ def test_roundings_that_have_nothing_in_common_differ_by_as_much_as_the_referenc
     x, noise = torch.randn(4, 3), torch.eye(4) * 1e-10
     runs = [seen({"input": x, "gradient of output": row.view(2, 2)}) for row in noise]
     assert compare_recordings(runs[0], [], runs[1], runs[2:], {}).ok
+
+
+def test_values_in_another_order_are_not_a_part():
+    x, bias = torch.randn(4, 3), torch.randn(4)
+    whole = seen({"input": x, "parameter": bias, "buffer": bias})
+    for kind in ("parameter", "buffer"):
+        for other in (bias.flip(0), bias[[0, 0, 1, 2]]):
+            run = seen({"input": x, "parameter": bias, "buffer": bias} | {kind: other})
+            found = compare_recordings(whole, [], whole, [run], {})
+            assert [finding.what for finding in found.findings] == [f"the {kind} of a"], found
+    run = seen({"input": x, "parameter": bias[[2, 0]], "buffer": bias})  # rows in any order, once
+    assert "no rank has" in str(compare_recordings(whole, [], whole, [run], {}))
+
+
+def test_masks_of_other_micro_batches_are_those_of_other_tensors():
+    masks = torch.rand(2, 64, generator=torch.Generator().manual_seed(0)) > 0.5
+    batches, dropped = torch.randn(2, 4, 3), torch.zeros(4, 16)
+
+    def calls(*numbers):
+        found = []
+        for root, number in enumerate(numbers):
+            found += [Seen(Key(0, "input", "", root, 0, 0), batches[number])]
+            found += [Seen(Key(0, "input", "a", root, 0, "dropped"), dropped)]
+            found += [Seen(Key(0, "dropout", "a", root, 0, 0), masks[number].view(4, 16))]
+        return found
+
+    whole = calls(0, 1)
+    assert compare_recordings(whole, [], whole, [calls(0), calls(1)], {}).ok
+    found = compare_recordings(whole, [], whole, [calls(0), [*calls(1)[:2], calls(0)[2]]], {})
+    assert "have different parts and drop the same elements" in str(found)
+
+
+def test_a_gradient_of_one_element_may_have_any_factor():
+    x, dy = torch.randn(4, 3), torch.randn(4, 1)
+    whole = seen({"input": x, "gradient of output": dy})
+    ranks = [
+        seen({"input": rows, "gradient of output": 4 * dx}) for rows, dx in zip(x.split(1), dy.split(1), strict=True)
+    ]
+    assert compare_recordings(whole, [], whole, ranks, {}).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_rows_in_any_order_are_a_part_and_rows_that_none_has_are_missing(dtype):
+    tokens = torch.randint(2, (8, 12), generator=torch.Generator().manual_seed(0)).to(dtype)
+    tokens[5] = tokens[1]  # two rows are alike
+    whole, order = seen({"input": tokens}), torch.tensor([3, 5, 0, 6, 1, 7, 2, 4])
+    ranks = [seen({"input": tokens[rows]}) for rows in order.chunk(2)]
+    assert compare_recordings(whole, [], whole, ranks, {}).ok
+    found = compare_recordings(whole, [], whole, [ranks[0]] * 2, {})
+    assert "no rank has 2 and 4 and 7 of its dimension 0" in str(found), found
+    other = seen({"input": tokens.roll(1, 1)[:4]})
+    assert not compare_recordings(whole, [], whole, [ranks[0], other], {}).ok
+
+
+def test_complex_numbers_are_compared(tmp_path):
+    for name in ("plain", "again", "run", "wrong"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2, dtype=torch.complex64)
+        with weft.record(tmp_path / name, reordered=name == "again"):
+            model(torch.full((2, 3), 1 + 1j if name != "wrong" else 1 - 1j)).abs().sum().backward()
+    compare = lambda name: weft.compare(tmp_path / "plain", tmp_path / name, reordered=tmp_path / "again")  # noqa: E731
+    assert compare("run").ok and not compare("wrong").ok

@@ -23,12 +23,14 @@ class Fit(NamedTuple):
         indexes: of each dimension, the indices in the whole; None: all of them.
         scale: factor of the part to the whole, where one was allowed.
         expected: the whole's elements at this place, times the scale.
+        rescaled: whether it would be right with another factor than gradients of this rank have.
     """
 
     error: float
     indexes: tuple[torch.Tensor | None, ...]
     scale: float
     expected: torch.Tensor
+    rescaled: bool = False
 
 
 class Alignment:
@@ -66,11 +68,11 @@ class Alignment:
                 if error <= allowed:
                     return best
         cut = [dim for dim, (s, n) in enumerate(zip(part.shape, whole.shape, strict=True)) if s != n]
-        if best is not None and len(cut) == 1 and part.dim() > 1 and part.is_floating_point() and not scales:
-            rows = nearest_rows(part, whole, cut[0])
+        if best is not None and len(cut) == 1 and part.dim() > 1 and not scales:  # tokens that went to an expert, say
+            find = nearest_rows if part.is_floating_point() else rows_of
+            rows = find(part, whole, cut[0])
             indexes = tuple(rows if dim == cut[0] else None for dim in range(part.dim()))
-            error = error_of(part, expected := take(whole, indexes))
-            if error <= allowed:  # of tokens that went to an expert, say
+            if rows is not None and (error := error_of(part, expected := take(whole, indexes))) <= allowed:
                 return Fit(error, indexes, 1.0, expected)
         return best
 
@@ -81,7 +83,7 @@ class Alignment:
                 for outer, inner in product(self._known[s, n], self._known[t, m]):
                     yield (outer.unsqueeze(1) * m + inner).flatten()
         for (s, n), known in list(self._known.items()):  # one dimension in two
-            if size % s == 0 and whole % n == 0 and size // s == whole // n > 1:
+            if s and size % s == 0 and whole % n == 0 and size // s == whole // n > 1:
                 of_each = size // s
                 for index in known:
                     yield (index.unsqueeze(1) * of_each + torch.arange(of_each)).flatten()
@@ -101,24 +103,27 @@ class Alignment:
                 yield torch.cat([torch.arange(x * half, (x + 1) * half) for x in (first, last)])
 
 
-def nearest_rows(part: torch.Tensor, whole: torch.Tensor, dim: int) -> torch.Tensor:
+def nearest_rows(part: torch.Tensor, whole: torch.Tensor, dim: int) -> torch.Tensor | None:
     """Return the index of the nearest row of the whole for each row of the part."""
     ours, theirs = (as_rows(x, dim).double() for x in (part, whole))
     return torch.cdist(ours, theirs).argmin(1)
 
 
 def rows_of(part: torch.Tensor, whole: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """Return the indices of a part's rows among those of the whole, by their bits; None if one is not there."""
-    ours, theirs = (as_rows(x, dim).contiguous() for x in (part, whole))
-    if ours.shape[1:] != theirs.shape[1:]:
+    """Return the indices of a part's rows among those of the whole, by their bits; None unless each has one."""
+    if part.dtype != whole.dtype:
         return None
-    place = {row.numpy().tobytes(): number for number, row in reversed(list(enumerate(_bytes(theirs))))}
-    found = [place.get(row.numpy().tobytes()) for row in _bytes(ours)]
+    places: dict[bytes, list[int]] = defaultdict(list)
+    for number, row in reversed(list(enumerate(bits_of_rows(whole, dim)))):
+        places[row].append(number)
+    found = [places[row].pop() if places[row] else None for row in bits_of_rows(part, dim)]
     return None if None in found else torch.tensor(found)
 
 
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(torch.uint8) if rows.numel() else rows.to(torch.uint8)
+def bits_of_rows(x: torch.Tensor, dim: int) -> list[bytes]:
+    """Return the bits of x[i] along a dimension, for each i."""
+    rows = as_rows(x, dim).contiguous()
+    return [row.numpy().tobytes() for row in (rows.view(torch.uint8) if rows.numel() else rows.to(torch.uint8))]
 
 
 def as_rows(x: torch.Tensor, dim: int) -> torch.Tensor:

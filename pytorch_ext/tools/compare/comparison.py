@@ -2,84 +2,33 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from weft.tools.compare.alignment import Fit, error_of, take
+from weft.tools.compare.alignment import Fit, bits_of_rows, error_of, take
+from weft.tools.compare.drops import drops_that_differ, rates_that_differ
+from weft.tools.compare.findings import SUMMED_LATER, Findings
 from weft.tools.compare.rank_recording import (
     BACKWARD,
+    BUFFERS,
     FORWARD,
     PARAMETER,
     UPDATED,
     RankRecording,
     calls_of,
+    calls_of_outermost,
     same_place,
 )
-from weft.tools.compare.seen import Call, Edge, Key, Seen
-from weft.tools.compare.symptoms import WrongTensor, symptom_of
+from weft.tools.compare.report import MOST, ComparedRuns, Mismatch, words_of
+from weft.tools.compare.scalars import gradients_of_frozen, wrong_loss, wrong_settings
+from weft.tools.compare.seen import Edge, Key, Seen
+from weft.tools.compare.symptoms import WrongTensor, factor_of, symptom_of
 
 FACTOR = 10.0  # times the difference of two runs of the reference that sum in other orders
 LATER = 10.0  # times more from the first update on: optimizers divide by gradients that may be nothing but rounding
 OF_STEP = 0.01
-MOST = 8  # findings: those behind them follow from them
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A tensor of one rank that is not the reference's.
-
-    Attributes:
-        what: the tensor, in words.
-        module: the module that it belongs to.
-        error: relative difference.
-        rounding: relative difference of two runs of the reference that sum in other orders.
-        symptom: what the difference looks like; "" if it looks like nothing known.
-    """
-
-    what: str
-    module: str
-    step: int
-    rank: int
-    error: float
-    rounding: float
-    symptom: str
-
-    def __str__(self) -> str:
-        times = f" ({self.error / self.rounding:.1e} times what rounding allows)" if self.rounding else ""
-        looks = f": {self.symptom}" if self.symptom else ""
-        return f"step {self.step}, rank {self.rank}: {self.what} differs by {self.error:.1e}{times}{looks}"
-
-
-@dataclass(frozen=True)
-class ComparedRuns:
-    """Result of a comparison.
-
-    Attributes:
-        findings: in the order of the reference's program; the first is where the runs part.
-        compared: number of tensors that were compared.
-        unknown: names of modules and parameters of the reference that the other run does not have.
-    """
-
-    findings: tuple[Mismatch, ...]
-    compared: int
-    unknown: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.findings
-
-    def __str__(self) -> str:
-        lines = [f"{self.compared} tensors compared"]
-        if self.unknown:
-            names = ", ".join(self.unknown[:8]) + (", ..." if len(self.unknown) > 8 else "")
-            lines.append(f"not in the run, so not compared: {names}")
-        if self.ok:
-            return "\n".join(["the runs agree", *lines])
-        first, others = self.findings[0], len(self.findings) - 1
-        more = f"{others} more differ" if others < MOST - 1 else f"{others} more differ, at least"
-        return "\n".join([f"the runs part in {first.module or 'the model'}", f"  {first}", *lines, more])
+ANOTHER = 0.1  # difference of the reference's two runs that is no rounding
 
 
 def compare_recordings(
@@ -99,7 +48,7 @@ def compare_recordings(
         rename: parts of the run's module names to those of the reference.
 
     Raises:
-        ValueError: no module of the run has a name of the reference's.
+        ValueError: no module of the run has a name of the reference's, or the reference does not repeat itself.
     """
     return _Walk(reference, edges, reordered, run, rename).compared()
 
@@ -107,9 +56,11 @@ def compare_recordings(
 class _Walk:
     def __init__(self, reference, edges, reordered, run, rename):
         self.expected = {seen.key: seen.tensor for seen in reference}
-        other = {seen.key: seen.tensor for seen in reordered}
+        self.other = {seen.key: seen.tensor for seen in reordered}
         self.reordered = {
-            key: other[key] for key, x in self.expected.items() if key in other and other[key].shape == x.shape
+            key: self.other[key]
+            for key, x in self.expected.items()
+            if key in self.other and self.other[key].shape == x.shape
         }
         self.rounding = {
             key: error_of(self.reordered[key], x, key.kind in UPDATED) if key in self.reordered else 0.0
@@ -117,32 +68,36 @@ class _Walk:
         }
         self.ranks = [RankRecording(number, of_rank, rename) for number, of_rank in enumerate(run)]
         self.calls = calls_of(self.expected)
+        self.outermost: dict[str, str] = {}  # of each module that is called
+        for seen in reference:
+            if seen.key.kind in FORWARD:
+                self.outermost.setdefault(seen.key.module, seen.outermost)
         self.first_step = min(key.step for key in self.expected)
-        self.findings: list[Mismatch] = []
-        self.suspects: dict[
-            Key, Mismatch
-        ] = {}  # sums that are missing, unless a later tensor shows that they were made
-        self.before: dict[Call, set[Call]] = defaultdict(set)
-        self.after: dict[Call, set[Call]] = defaultdict(set)
-        for maker, user in edges:
-            self.before[user].add(maker)
-            self.after[maker].add(user)
+        self.findings = Findings(edges, self.expected, self.ranks)
         self.compared_tensors = 0
+        self.stages = {
+            (rank.number, model)
+            for rank in self.ranks
+            for model in {*self.outermost.values()}
+            if self._lacks(rank, model)
+        }
 
     def compared(self) -> ComparedRuns:
-        roots = self._root_calls(self.expected)
+        self._check_that_it_repeats()
         for rank in self.ranks:
-            rank.pair(roots, self.expected)
+            rank.pair(self.outermost, self.expected)
         usual: dict[str, list[float]] = defaultdict(list)
         absent: dict[str, None] = {}
+        done: set[tuple[int, str]] = set()  # steps and kinds of numbers
         for key, whole in self.expected.items():
             direction = "backward" if key.kind.startswith("gradient") else "forward"
             if whole.is_floating_point() and self.rounding[key]:
                 usual[direction].append(self.rounding[key])
             typical = median(usual[direction]) if usual[direction] else 0.0
-            if key.kind == "loss" and key.item == 0:
-                self._compare_losses(key.step)
-            if key.kind in ("loss", "dropout"):
+            if key.kind != "gradient":
+                self.findings.end_gradients()
+            self._compare_numbers(key, done)
+            if key.kind in ("loss", "dropout", "drop rate", "setting"):
                 continue
             there = [
                 (rank, seen) for rank in self.ranks for seen in rank.of(key) if self._called_alike(key, rank, seen)
@@ -151,17 +106,52 @@ class _Walk:
                 self._absent(key, absent)
                 continue
             self._compare_one(key, whole, there, max(self.rounding[key], typical))
-            if len(self.findings) >= MOST:
+            if len(self.findings.found) >= MOST:
                 break
-        self._dropouts()
-        if len(absent) == len({key.module for key in self.expected if key.module}):
+        self.findings.end()
+        masks, rates = (
+            {key: x for key, x in self.expected.items() if key.kind == kind} for kind in ("dropout", "drop rate")
+        )
+        wrong = [*rates_that_differ(self.ranks, rates, self.calls), *drops_that_differ(self.ranks, masks)]
+        self.findings.found += [
+            Mismatch(words_of(key), key.module, key.step, rank, 1.0, 0.0, text) for key, rank, text in wrong[:MOST]
+        ]
+        if absent and len(absent) == len({key.module for key in self.expected if key.module}):
             theirs = sorted(set().union(*(rank.names for rank in self.ranks)))
             raise ValueError(
                 f"no module of the run has a name of the reference's: it has {', '.join(theirs[:4])}, and the "
                 f"reference {', '.join(list(absent)[:4])}. Give the names that belong together (rename)"
             )
-        findings = sorted(self.findings, key=lambda finding: finding.step)
+        findings = sorted(self.findings.found, key=lambda finding: finding.step)
         return ComparedRuns(tuple(findings), self.compared_tensors, tuple(absent))
+
+    def _compare_numbers(self, key: Key, done: set[tuple[int, str]]) -> None:
+        """Compare the losses behind the last of a step; settings, and which gradients there are, before the first."""
+        step, kind = at = key[:2]
+        if kind == "loss" and key._replace(item=int(key.item) + 1) not in self.expected:
+            self._compare_losses(step)
+        if kind in ("setting", "gradient") and at not in done:
+            done.add(at)
+            wrong = wrong_settings if kind == "setting" else gradients_of_frozen
+            for finding in wrong(step, self.expected, self.ranks):
+                self.findings.report(finding)
+
+    def _compare_losses(self, step: int) -> None:
+        keys = [key for key in self.expected if (key.step, key.kind) == (step, "loss")]
+        of_ranks = [of_rank for rank in self.ranks if (of_rank := rank.losses(step))]
+        if not of_ranks:
+            return
+        eps = max((torch.finfo(x.dtype).eps for x in self.expected.values() if x.is_floating_point()), default=0.0)
+        rounding = max(*(self.rounding[key] for key in keys), eps, 0.0)
+        allowed = FACTOR * rounding * (LATER if step > self.first_step else 1.0)
+        losses = [self.expected[key].double().item() for key in keys]
+        for key in [key for key in self.findings.suspects if key.step == step and self.expected[key].numel() == 1]:
+            del self.findings.suspects[key]  # a criterion's output, of the rank's own batch
+        finding, times = wrong_loss(step, losses, of_ranks, rounding, allowed)
+        if finding is not None and times:
+            self.findings.undivided[step] = finding, times
+        elif finding is not None:
+            self.findings.report(finding)
 
     def _called_alike(self, key: Key, rank: "RankRecording", seen: Seen) -> bool:
         """Return whether a module is called as often as in the reference, so that a call's number says which it is.
@@ -171,30 +161,58 @@ class _Walk:
         there = rank.calls[key.step, key.module, seen.key.root]
         return key.kind not in (*FORWARD, *BACKWARD) or there == self.calls[key.step, key.module, key.root]
 
-    def _root_calls(self, seen) -> dict[int, list[Key]]:
-        found: dict[int, list[Key]] = defaultdict(list)
-        for key in seen:
-            if key.kind == "input" and not key.module:
-                found[key.step].append(key)
-        return found
+    def _check_that_it_repeats(self) -> None:
+        """Raise ValueError if the two runs of the reference read, start from or compute something else."""
+        for key, x in self.expected.items():
+            if key.step != self.first_step or key.kind not in (*FORWARD, "parameter"):
+                continue
+            if key.kind in FORWARD and key.module != self.outermost[key.module]:
+                continue
+            other = self.other.get(key)
+            limit = ANOTHER if x.is_floating_point() else 0.0 if key.kind == "input" else 1.0
+            if other is None or other.shape != x.shape or error_of(other, x) > limit:
+                raise ValueError(
+                    f"the reference does not repeat itself: {words_of(key)} is another one in its second run. Seed it, "
+                    "and give it the same data in each run (no time, no unseeded generator)"
+                )
+
+    def _lacks(self, rank: RankRecording, model: str) -> bool:
+        """Return whether a rank lacks layers that the outermost module calls and others have: it is a stage."""
+        called = {name for name, of in self.outermost.items() if of == model and name != model}
+        prefixes = {f"{name}." for name in called}
+        layers = {name for name in called if not any(name.startswith(prefix) for prefix in prefixes)}
+        lacking = layers - rank.names
+        return bool(lacking) and lacking <= set().union(*(other.names for other in self.ranks))
 
     def _absent(self, key: Key, absent: dict[str, None]) -> None:
         has_module = any(key.module in rank.names for rank in self.ranks)
+        if key.kind == "input" and self.outermost[key.module] == key.module and has_module:
+            self._absent_call(key)
         kept = any(
             (other.step, other.kind) == (key.step, key.kind) and other.module  # ZeRO's flat gradients have no name
             for rank in self.ranks
             for other in rank.seen
         )
         if key.kind in ("gradient", "gradient before clipping") and has_module and kept:
-            if not any(f.module == key.module for f in self.findings) and self.expected[key].any():
-                self.findings.append(Mismatch(_words(key), key.module, key.step, 0, 1.0, 0.0, "it has none"))
+            if not any(f.module == key.module for f in self.findings.found) and self.expected[key].any():
+                self.findings.found.append(Mismatch(words_of(key), key.module, key.step, 0, 1.0, 0.0, "it has none"))
         elif not has_module:
             absent[key.module] = None
 
+    def _absent_call(self, key: Key) -> None:
+        """Report a call of the whole model that no rank makes, if the inputs say which calls they make instead."""
+        paired = [roots for rank in self.ranks for at, roots in rank.roots.items() if at[:2] == (key.step, key.module)]
+        count = len(calls_of_outermost(self.expected, self.outermost)[key.step, key.module])
+        certain = all((key.step, key.module) not in rank.uncertain for rank in self.ranks) and len(paired) >= count
+        made = any(key.root in roots for roots in paired)
+        reported = any(f.module == key.module and f.step == key.step for f in self.findings.found)
+        if certain and not made and not reported:
+            text = f"no rank has the reference's call {key.root}, and ranks make others twice"
+            self.findings.report(Mismatch(words_of(key), key.module, key.step, 0, 1.0, 0.0, text))
+
     def _compare_one(self, key: Key, whole: torch.Tensor, there: list, rounding: float) -> None:
-        finding, suspect, fits = None, None, []
-        for rank, seen in there:
-            self.compared_tensors += 1
+        finding, suspect, fits, factor = None, None, [], 0.0
+        for rank, seen in list(there):
             part = seen.tensor
             eps = torch.finfo(part.dtype).eps if part.is_floating_point() else 0.0
             later = key.step > self.first_step or key.kind in UPDATED
@@ -204,27 +222,44 @@ class _Walk:
             if fit is not None and (
                 fit.error <= allowed or fit.error <= FACTOR * self._rounding_there(key, rank, seen, fit, target)
             ):
+                self.compared_tensors += 1
                 fits.append(fit)
                 continue
+            of_model = key.module == self.outermost.get(key.module) and (rank.number, key.module) in self.stages
+            if of_model or (fit is None and key.kind in BUFFERS):  # a stage's own input; a cache
+                there.remove((rank, seen))
+                continue
+            if key.kind in PARAMETER and self._is_idle(key, rank):
+                there.remove((rank, seen))
+                continue
+            self.compared_tensors += 1
             sums, due = self._sum_fits(key, rank, seen, target, allowed)
             if due:
                 continue
             error = 1.0 if fit is None else fit.error
             bias = self.expected.get(Key(key.step, "parameter", f"{key.module}.bias", 0, 0, 0))
             symptom = symptom_of(WrongTensor(key.kind, part, fit, target, sums), self._stale(key), bias)
-            made = Mismatch(_words(key), _module_of(key), key.step, rank.number, error, max(rounding, eps), symptom)
-            if sums and key.kind in (*FORWARD, *BACKWARD):
+            if sums and key.kind in SUMMED_LATER and self._averages_parameters(key):
+                symptom += ". Ranks average parameters after their steps: another algorithm than the reference's"
+            made = Mismatch(
+                words_of(key), self._module_of(key), key.step, rank.number, error, max(rounding, eps), symptom
+            )
+            if fit is not None and fit.rescaled and not sums:
+                self.findings.rescaled.setdefault(key.step, made)
+                continue
+            if sums and key.kind in (*FORWARD, *BACKWARD, *SUMMED_LATER):
                 suspect = suspect or made
-            else:
-                finding = finding or made
-        if finding is None and suspect is None and key.kind in (*FORWARD, "parameter"):
+            elif finding is None:
+                finding, factor = made, factor_of(part, fit)
+        once = self.calls.get((key.step, key.module, key.root), 1) == 1  # else calls may be for others of its experts
+        if there and once and finding is None and suspect is None and key.kind in (*FORWARD, "parameter"):
             finding = self._uncovered(key, whole, fits, there)
         if finding is not None:
-            self._report(finding)
+            self.findings.add(key, finding, factor)
         elif suspect is not None:
-            self.suspects[key] = suspect
-        elif whole.is_floating_point():
-            self._acquit(key)
+            self.findings.suspect(key, suspect)
+        elif whole.is_floating_point() or key.kind in BUFFERS:
+            self.findings.acquit(key)
 
     def _rounding_there(self, key: Key, rank: "RankRecording", seen: Seen, fit: Fit, whole: torch.Tensor) -> float:
         """Return the difference of the reference's two runs at the place of a part, which may be nothing but rounding.
@@ -251,22 +286,28 @@ class _Walk:
         before = self.expected.get(Key(self.first_step, "parameter", key.module, 0, 0, 0))
         return 0.0 if before is None else OF_STEP * error_of(before, whole)
 
-    def _acquit(self, key: Key) -> None:
-        """Drop the suspicion of sums that went into a tensor that is right."""
-        call, forward = (key.module, key.root, key.call), key.kind in FORWARD
-        makers = self.before[call] if forward else self.after[call]
-        for other in list(self.suspects):
-            if (other.kind in FORWARD) == forward and (other.module, other.root, other.call) in makers | {call}:
-                del self.suspects[other]
+    def _is_idle(self, key: Key, rank: RankRecording) -> bool:
+        """Return whether a rank never calls a parameter's module, as others do, and does not update it."""
+        if any((at.kind, at.module) == ("setting", key.module) for at in rank.seen):
+            return False
+        owner = key.module.rpartition(".")[0]
+        called = [any(module == owner for _, module, _ in calls) for calls in (self.calls, rank.calls)]
+        return called == [True, False] and any(module == owner for of in self.ranks for _, module, _ in of.calls)
 
-    def _report(self, finding: Mismatch) -> None:
-        """Report a finding, after the sums that were missing right before it."""
-        self.findings += [*self.suspects.values(), finding]
-        self.suspects = {}
+    def _averages_parameters(self, key: Key) -> bool:
+        """Return whether ranks have a parameter in common before the next step, and not right behind this one."""
+        after, before_next = (
+            [rank.seen[at].tensor for rank in self.ranks if at in rank.seen]
+            for at in (
+                Key(key.step, "updated parameter", key.module, 0, 0, 0),
+                Key(key.step + 1, "parameter", key.module, 0, 0, 0),
+            )
+        )
+        return bool(before_next) and _are_equal(before_next) and not _are_equal(after)
 
     def _whole(self, key: Key, rank: "RankRecording", seen: Seen, whole: torch.Tensor) -> torch.Tensor:
         """Return the reference's tensor, of several calls of the model if the rank made one call for them."""
-        roots = rank.roots.get((key.step, seen.key.root), [key.root])
+        roots = rank.roots_of(key, seen.key.root)
         if len(roots) == 1 or whole.dim() == 0:
             return whole
         return torch.cat(
@@ -285,7 +326,7 @@ class _Walk:
         Ranks with other parts of the batch or the sequence have parts of the gradients of what all of them share.
         """
         part, others = seen.tensor, self._others(key, rank, seen)
-        if not part.is_floating_point():
+        if not part.is_floating_point() and (key.kind not in BUFFERS or part.dtype == torch.bool):
             return "", False
         world, number = len(self.ranks), rank.number
         groups = [range(world)] if world > 1 else []
@@ -298,13 +339,15 @@ class _Walk:
         calls = [each.tensor for other in self.ranks for each in other.of(key) if each is not seen]
         sums.append(("all ranks and micro-batches", calls, len(calls) + 1))
         apart = key.kind in BACKWARD and not any(
-            same_place(*(each.places.get((key.step, "", seen.key.root, 0, 0)) for each in (rank, other)))
+            same_place(*(each.place_of_input(key, seen.key.root) for each in (rank, other)))
             for other in self.ranks
             if other is not rank
         )
         for words, members, size in sums:
             if len(members) != size - 1 or size < 2 or any(x.shape != part.shape for x in members):
                 continue
+            if key.kind in SUMMED_LATER and key.kind not in BUFFERS and _are_equal([part, *members]):
+                continue  # they are summed already, or averaged
             total = part.double() + sum(x.double() for x in members)
             forms = [(total, f"the sum over {words}"), (total / size, f"the mean over {words}")]
             if key.kind in BACKWARD and part.dim() > 1:
@@ -328,55 +371,26 @@ class _Walk:
                 continue
             if whole.dim() == 1 and not whole.is_floating_point() and size - 1 == sum(len(i) - 1 for i in indexes):
                 continue  # bounds of documents or images, which each rank counts from its first
-            missing = sorted(set(range(size)) - set(torch.cat(indexes).tolist()))
-            if missing and len(torch.unique(whole, dim=dim).movedim(dim, 0)) == size:
+            rows, covered = bits_of_rows(whole, dim), {*torch.cat(indexes).tolist()}
+            have = {rows[index] for index in covered}
+            missing = [index for index in range(size) if index not in covered and rows[index] not in have]
+            if missing:
                 text = f"no rank has {_stretches(missing)} of its dimension {dim}, and ranks have the others twice"
-                return Mismatch(_words(key), _module_of(key), key.step, there[0][0].number, 1.0, 0.0, text)
+                return Mismatch(words_of(key), self._module_of(key), key.step, there[0][0].number, 1.0, 0.0, text)
         return None
 
-    def _compare_losses(self, step: int) -> None:
-        """Compare a step's loss: every rank has it, or the ranks' losses have it as their mean or their sum."""
-        keys = [key for key in self.expected if (key.step, key.kind) == (step, "loss")]
-        losses = [self.expected[key].double().item() for key in keys]
-        sums = [sum(of_rank) for rank in self.ranks if (of_rank := rank.losses(step))]
-        if not sums:
-            return
-        rounding = max(*(self.rounding[key] for key in keys), self._eps(), 0.0)
-        allowed = FACTOR * rounding * (LATER if step > self.first_step else 1.0)
-        total, mean = sum(losses), sum(sums) / len(sums)
-        wanted = (total, total / len(losses))  # a sum over micro-batches, or their mean
-        if all(abs(x - total) <= allowed * abs(total) for x in sums):
-            return
-        if any(abs(x - y) <= allowed * abs(y) for x in (mean, sum(sums)) for y in wanted):
-            return
-        error = abs(mean - total) / abs(total) if total else abs(mean)
-        text = f"the mean of the ranks' losses is {mean:.6g}, the reference's loss {total:.6g}"
-        self._report(Mismatch("the loss", "loss", step, 0, error, rounding, text))
+    def _module_of(self, key: Key) -> str:
+        """Return the module whose code has made a tensor: what a module is given, the one that calls it has made."""
+        if key.kind not in ("input", "gradient of output"):
+            return key.module or ("" if key.kind in (*FORWARD, *BACKWARD) else key.kind)
+        owner = key.module.rpartition(".")[0]
+        while owner and owner not in self.outermost:  # a list has no code
+            owner = owner.rpartition(".")[0]
+        return owner
 
-    def _eps(self) -> float:
-        return max((torch.finfo(x.dtype).eps for x in self.expected.values() if x.is_floating_point()), default=0.0)
 
-    def _dropouts(self) -> None:
-        """Compare what ranks drop: the same of equal parts, and something else of other parts."""
-        drops: dict[Key, list] = defaultdict(list)
-        for rank in self.ranks:
-            for key, seen in rank.seen.items():
-                if key.kind == "dropout" and not bool(seen.tensor.all()):
-                    drops[key].append((rank, seen.tensor, rank.places.get((*key[:1], *key[2:5], "dropped"))))
-        for key, of_ranks in drops.items():
-            for rank, left, place in of_ranks[1:]:
-                first, first_left, first_place = of_ranks[0]
-                if left.shape != first_left.shape or place is None or first_place is None:
-                    continue
-                same_part = same_place(place, first_place)
-                same_drop = torch.equal(left, first_left)
-                if same_part != same_drop and left.numel() >= 16:
-                    with_first = f"and rank {first.number} " + (
-                        "have the same tensor and drop" if same_part else "have different parts and drop"
-                    )
-                    text = f"rank {rank.number} {with_first} {'different' if same_part else 'the same'} elements"
-                    self.findings.append(Mismatch(_words(key), key.module, key.step, rank.number, 1.0, 0.0, text))
-                    break
+def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(x.shape == tensors[0].shape and torch.equal(x, tensors[0]) for x in tensors)
 
 
 def _columns_that_differ(part: torch.Tensor, others: Sequence[torch.Tensor], allowed: float) -> torch.Tensor:
@@ -388,24 +402,4 @@ def _columns_that_differ(part: torch.Tensor, others: Sequence[torch.Tensor], all
 
 def _stretches(numbers: Sequence[int]) -> str:
     ends = [n for n in numbers if n - 1 not in set(numbers)], [n for n in numbers if n + 1 not in set(numbers)]
-    return " and ".join(f"{start} to {stop}" for start, stop in zip(*ends, strict=True))
-
-
-def _module_of(key: Key) -> str:
-    """Return the module whose code has made a tensor: what a module is given, its parent has made."""
-    if key.kind in ("input", "gradient of output"):
-        return key.module.rpartition(".")[0]
-    return key.module or key.kind
-
-
-def _words(key: Key) -> str:
-    if key.kind in ("norm", "loss", "learning rate"):
-        return f"the {key.kind}"
-    if key.kind == "state":
-        return f"the optimizer's {key.item} of {key.module}"
-    if key.kind in PARAMETER or key.kind == "dropout":
-        return f"the {key.kind} of {key.module}"
-    of = key.module or "the model"
-    which = "" if key.item in (0, "0") else f" {key.item}"
-    call = f", call {key.call}" if key.call else ""
-    return f"the {key.kind}{which} of {of}{call}"
+    return " and ".join(f"{start} to {stop}" if start < stop else f"{start}" for start, stop in zip(*ends, strict=True))

@@ -1,6 +1,6 @@
 """What one rank of a run recorded, and the places of its parts in the reference's tensors."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +11,9 @@ from weft.tools.compare.seen import Key, Seen
 
 FORWARD, BACKWARD = ("input", "output"), ("gradient of output", "gradient of input")
 UPDATED = ("updated parameter", "state", "parameter")
-PARAMETER = ("parameter", "gradient before clipping", "gradient", "updated parameter", "state")
+BUFFERS = ("buffer", "updated buffer")
+PARAMETER = ("parameter", "gradient before clipping", "gradient", "updated parameter", "state", *BUFFERS)
+_SAME_INPUT = 1e-3  # relative difference of inputs that are computed: what a generator makes for a critic, say
 
 
 class RankRecording:
@@ -30,44 +32,60 @@ class RankRecording:
         self.names = {key.module for key in self.seen}
         self.alignment = Alignment()
         self.places: dict[Any, tuple] = {}  # of each parameter, and of each module's last input
-        self.scales: dict[tuple[int, int], float] = {}  # of gradients of activations, by step and call of the model
-        self.roots: dict[tuple[int, int], list[int]] = {}
-        self._by_reference: dict[tuple[int, int], list[int]] = defaultdict(list)
+        # Of gradients of activations, by step, outermost module and its call:
+        self.scales: dict[tuple[int, str, int], float] = {}
+        # Calls of outermost modules, by step, name and number, to the numbers in the reference:
+        self.roots: dict[tuple[int, str, int], list[int]] = {}
+        self.uncertain: set[tuple[int, str]] = set()  # steps and modules with calls that are paired by their order
+        self._by_reference: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+        self._outermost: Mapping[str, str] = {}
 
-    def pair(self, expected: Mapping[int, list[Key]], wholes: Mapping[Key, torch.Tensor]) -> None:
-        """Pair the rank's calls of the model with those of the reference.
+    def pair(self, outermost: Mapping[str, str], wholes: Mapping[Key, torch.Tensor]) -> None:
+        """Pair the rank's calls of the outermost modules with those of the reference, by their inputs.
 
         Args:
-            expected: the inputs of the whole model, by step.
+            outermost: the reference's modules to the outermost one that calls them.
             wholes: the reference's tensors.
         """
-        for step in {key.step for key in self.seen}:
-            theirs = sorted({key.root for key in expected.get(step, ())})
-            ours = sorted({key.root for key in self.seen if key.step == step and key.kind == "input"})
-            for place, root in enumerate(ours):
-                self.roots[step, root] = self._paired(step, root, place, ours, theirs, expected.get(step, ()), wholes)
-                for other in self.roots[step, root][:1]:
-                    self._by_reference[step, other].append(root)
+        self._outermost = outermost
+        theirs, ours = calls_of_outermost(wholes, outermost), calls_of_outermost(self.seen, outermost)
+        for (step, model), own in ours.items():
+            inputs = _inputs_that_vary(wholes, step, model)
+            for index, root in enumerate(own):
+                paired = self._paired(root, index, own, theirs.get((step, model), [0]), inputs, wholes)
+                if paired is None:
+                    self.uncertain.add((step, model))
+                    paired = _paired_by_order(index, len(own), theirs.get((step, model), [0]))
+                self.roots[step, model, root] = paired
+                self._by_reference[step, model, paired[0]].append(root)
 
-    def _paired(self, step, root, place, ours, theirs, expected, wholes) -> list[int]:
-        if len(theirs) <= 1:
-            return theirs or [0]
-        likely = theirs[min(place, len(theirs) - 1)]
-        for key in sorted(expected, key=lambda key: key.root != likely):
-            seen = self.seen.get(key._replace(root=root))
-            if seen is not None and key.item == 0 and not seen.tensor.is_floating_point():
-                fit = Alignment().fit(seen.tensor, wholes[key], 0.0)
-                if fit is not None and fit.error == 0.0:
-                    return [key.root]
-        if len(ours) < len(theirs) and len(theirs) % len(ours) == 0:
-            of_each = len(theirs) // len(ours)
-            return theirs[place * of_each : (place + 1) * of_each]
-        return [likely]
+    def _paired(self, root, index, ours, theirs, inputs, wholes) -> list[int] | None:
+        if len(theirs) == 1:
+            return theirs
+        likely = _paired_by_order(index, len(ours), theirs)[0]
+        scores: Counter[int] = Counter()
+        for key in inputs:
+            seen, whole = self.seen.get(key._replace(root=root)), wholes[key]
+            if seen is not None:
+                allowed = _SAME_INPUT if whole.is_floating_point() else 0.0
+                fit = Alignment().fit(seen.tensor, whole, allowed)
+                scores[key.root] += fit is not None and fit.error <= allowed
+        best = max(theirs, key=lambda other: (scores[other], -abs(other - likely)))
+        return [best] if scores[best] else None
+
+    def roots_of(self, key: Key, root: int) -> list[int]:
+        """Return the calls of the reference that one call of this rank's stands for."""
+        return self.roots.get((key.step, self._outermost.get(key.module, ""), root), [key.root])
+
+    def place_of_input(self, key: Key, root: int) -> tuple | None:
+        """Return the place of the first input of the outermost module, in the call that a tensor belongs to."""
+        return self.places.get((key.step, self._outermost.get(key.module, ""), root, 0, 0))
 
     def of(self, key: Key) -> list[Seen]:
         """Return what this rank has of a tensor of the reference, in each of its calls of the model."""
         if key.kind in FORWARD or key.kind in BACKWARD:
-            keys = [key._replace(root=root) for root in self._by_reference.get((key.step, key.root), ())]
+            model = self._outermost.get(key.module, "")
+            keys = [key._replace(root=root) for root in self._by_reference.get((key.step, model, key.root), ())]
         else:
             keys = [key]
         return [self.seen[at] for at in keys if at in self.seen]
@@ -81,15 +99,18 @@ class RankRecording:
         """Return the place of a part in the reference's tensor, and how much it differs there."""
         if key.kind in PARAMETER:
             return self._fit_parameter(key, seen, part, whole, allowed)
-        scales = key.kind in BACKWARD and part.numel() > 1
+        scales = key.kind in BACKWARD
         fit = self.alignment.fit(part, whole, allowed, scales)
         if fit is None:
             return None
+        if scales and part.numel() == 1:  # of a loss, say: any factor fits, so it says nothing about others
+            return fit if fit.scale > 0 or whole.numel() > 1 else self.alignment.fit(part, whole, allowed)
         if scales and fit.error <= allowed:
-            usual = self.scales.setdefault((key.step, seen.key.root), fit.scale)
+            model = self._outermost.get(key.module, "")
+            usual = self.scales.setdefault((key.step, model, seen.key.root), fit.scale)
             if abs(fit.scale - usual) > allowed * abs(usual):
                 expected = fit.expected / fit.scale * usual if fit.scale else fit.expected
-                return Fit(error_of(part, expected), fit.indexes, usual, expected)
+                return Fit(error_of(part, expected), fit.indexes, usual, expected, rescaled=True)
         if fit.error <= allowed:
             self.alignment.note(fit.indexes, whole.shape)
             if key.kind == "input" and key.item in (0, "0", "dropped"):
@@ -116,9 +137,9 @@ class RankRecording:
             if expected.shape == part.shape:
                 return Fit(error_of(part, expected, key.kind in UPDATED), known, 1.0, expected)
         fit = self.alignment.fit(part, whole, allowed)
-        if (fit is None or fit.error > allowed) and part.dim() == whole.dim():
+        if (fit is None or fit.error > allowed) and part.dim() == whole.dim() and key.kind not in BUFFERS:
             for dim in range(part.dim()):
-                rows = rows_of(part, whole, dim)
+                rows = rows_of(part, whole, dim) if part.size(dim) < whole.size(dim) else None
                 if rows is not None:
                     places = tuple(rows if d == dim else None for d in range(part.dim()))
                     fit = Fit(0.0, places, 1.0, part)
@@ -138,6 +159,34 @@ def calls_of(keys: Iterable[Key]) -> dict[tuple[int, str, int], int]:
     return found
 
 
+def calls_of_outermost(keys: Iterable[Key], outermost: Mapping[str, str]) -> dict[tuple[int, str], list[int]]:
+    """Return the numbers of the calls of each outermost module in each step."""
+    found: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for key in keys:
+        if key.kind in FORWARD and key.module in outermost:
+            found[key.step, outermost[key.module]].add(key.root)
+    return {at: sorted(roots) for at, roots in found.items()}
+
+
+def _paired_by_order(index: int, count: int, theirs: Sequence[int]) -> list[int]:
+    """Return the calls that belong to one of `count`: several, if the reference makes more."""
+    if count < len(theirs) and len(theirs) % count == 0:
+        of_each = len(theirs) // count
+        return list(theirs[index * of_each : (index + 1) * of_each])
+    return [theirs[min(index, len(theirs) - 1) if count < len(theirs) else index * len(theirs) // count]]
+
+
+def _inputs_that_vary(wholes: Mapping[Key, torch.Tensor], step: int, model: str) -> list[Key]:
+    """Return the inputs of an outermost module that are not the same in each of its calls."""
+    found: dict[int | str, list[Key]] = defaultdict(list)
+    for key in wholes:
+        if (key.step, key.kind, key.module, key.call) == (step, "input", model, 0):
+            found[key.item].append(key)
+    first = {item: wholes[keys[0]] for item, keys in found.items()}
+    vary = [item for item, keys in found.items() if not all(_same(first[item], wholes[key]) for key in keys)]
+    return [key for item in vary for key in found[item]]
+
+
 def _indices(stretches: Sequence[tuple[int, int]] | None) -> torch.Tensor | None:
     if stretches is None:
         return None
@@ -145,7 +194,7 @@ def _indices(stretches: Sequence[tuple[int, int]] | None) -> torch.Tensor | None
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
+    return a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a, b))
 
 
 def same_place(one: tuple | None, other: tuple | None) -> bool:

@@ -7,7 +7,7 @@ model that is to be compared should be small.
 
 import atexit
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import get_worker_info
 
 import weft.clip_grad
 from weft.context_parallel.shared_sequence import parts_here
@@ -32,9 +33,12 @@ from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 from weft.tools.called_modules import CalledModules, Changes, holder_of, is_around, names_of, outermost
 from weft.tools.compare.reordering import OtherOrder, nudge
-from weft.tools.compare.seen import Edge, Key, Place, Seen, flat_parts, place_of, plain_name, save
+from weft.tools.compare.seen import Edge, Key, Place, RecordedRun, Seen, flat_parts, place_of, plain_name, save
+from weft.tools.steps import steps_of
 
 STEPS = (0, 1)
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_NO_SETTINGS = {"params", "foreach", "fused", "capturable", "differentiable"}  # of a group: how it runs
 _HOOKED = (torch.Tensor, nn.Parameter, DTensor)
 
 
@@ -65,7 +69,7 @@ class RunRecorder:
         self._roots: list[nn.Module] = []
         self._called = CalledModules(self._roots)
         self._calls: Counter = Counter()
-        self._root_calls = -1
+        self._forwards: dict[nn.Module, list[tuple]] = defaultdict(list)  # calls that may be recomputed
         self._again: Counter = Counter()
         self._names: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}  # of parameters, by id
         self._stepped: set[int] = set()
@@ -74,7 +78,9 @@ class RunRecorder:
         self._made: dict[Any, list[tuple]] = {}  # a node of autograd's graph to the calls whose output it is
         self._edges: dict[tuple, None] = {}  # (call that made a tensor, call that it went into)
         self._changes = Changes()
-        self._nudged = False
+        self._rank = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self._process: int | None = None  # that called a module
+        self._not_recorded: dict[str, None] = {}
 
     # Hooks
 
@@ -82,8 +88,15 @@ class RunRecorder:
         recorder, call, backward = self, nn.Module.__call__, torch.autograd.backward
 
         def called(module, *args, **kwargs):
-            left_out = recorder.step not in recorder.steps or torch.compiler.is_compiling()
-            if left_out or not recorder._called.counts(module):
+            if torch.compiler.is_compiling():
+                recorder._not_recorded["modules inside a compiled graph"] = None
+                return call(module, *args, **kwargs)
+            if type(module) is nn.Identity or not recorder._called.counts(
+                module
+            ):  # Identity: a layer that a stage lacks
+                return call(module, *args, **kwargs)
+            recorder._begin_step()
+            if recorder.step not in recorder.steps:
                 return call(module, *args, **kwargs)
             return recorder._call(call, module, args, kwargs)
 
@@ -96,7 +109,10 @@ class RunRecorder:
 
         self._changes.put(nn.Module, "__call__", called)
         if not self.drops:
-            self._changes.put(nn.functional, "dropout", self._dropping(nn.functional.dropout))
+            for name in _DROPOUTS:
+                self._changes.put(nn.functional, name, self._dropping(getattr(nn.functional, name)))
+            attention = nn.functional.scaled_dot_product_attention
+            self._changes.put(nn.functional, "scaled_dot_product_attention", self._attending(attention))
         self._changes.put(torch.autograd, "backward", differentiated)
         for home in (nn.utils, nn.utils.clip_grad, weft, weft.clip_grad):
             self._changes.put(home, "clip_grad_norm_", self._clipping(home.clip_grad_norm_))
@@ -113,45 +129,79 @@ class RunRecorder:
 
     # Modules
 
+    def _begin_step(self) -> None:
+        """Begin the next step with the first call of a module behind the optimizers' steps."""
+        if self._called.stack or _is_recomputing():
+            return
+        if self._process not in (None, os.getpid()):  # forked behind the first call
+            self._found.clear()
+            self.step = 0
+        elif self._stepped:
+            self._end_step()
+        if get_worker_info() is None:  # a data loader's transforms may be modules
+            self._process = os.getpid()
+        if dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank(), dist.get_world_size()
+
     def _call(self, call: Callable, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        stack = self._called.stack
-        again = torch._C._current_graph_task_id() != -1  # recomputed in backward
-        if not stack and not again:
-            if self._stepped:
-                self._end_step()
-            self._root_calls += 1
+        again = _is_recomputing()
         if not again and self._called.is_root(module):
             self._enter_root(module)
         if is_around(module):
             return self._within(module, call, args, kwargs)
-        counted, unit = self._again if again else self._calls, running_unit()
-        self.in_units |= unit is not None
-        root = self._root_calls if unit is None else unit
-        at = (module, root, counted[root, module])
-        counted[root, module] += 1
+        at = self._recomputed(module) if again else self._next_call(module)
         args, kwargs = self._note_all("input", at, (args, kwargs), again)
         return self._note_all("output", at, self._within(module, call, args, kwargs), again)
 
+    def _next_call(self, module: nn.Module) -> tuple:
+        unit = running_unit()
+        self.in_units |= unit is not None
+        root = self._called.root_call if unit is None else unit
+        at = (module, root, self._next((module, root)))
+        self._forwards[module].append(at)
+        return at
+
+    def _recomputed(self, module: nn.Module) -> tuple:
+        """Return the call that a recomputation in backward repeats; the backwards of calls run in the calls' order."""
+        number, forwards = self._again[module], self._forwards[module]
+        self._again[module] += 1
+        return forwards[min(number, len(forwards) - 1)] if forwards else (module, self._called.root_call, number)
+
     def _within(self, module: nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:
         self._called.stack.append(module)
+        drops = module.dropout if isinstance(module, nn.RNNBase) and module.training and not self.drops else 0.0
+        if drops:
+            self._not_recorded["dropout inside of an RNN"] = None
+            module.dropout = 0.0  # type: ignore[assignment]
         try:
             return call(module, *args, **kwargs)
         finally:
             self._called.stack.pop()
+            if drops:
+                module.dropout = drops  # type: ignore[assignment]
 
     def _enter_root(self, module: nn.Module) -> None:
-        if self._called.enter_root(module):
-            self._holder = None
+        new = self._called.enter_root(module)
+        self._holder = None if new else self._holder
+        self._called.root_call = self._next("roots", module)
         if not any(True for _ in module.parameters()):
             return
-        if self.reordered and not self._nudged:
-            self._nudged = True
+        if self.reordered and new:
             nudge(module)
         for name, x in module.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(x), (x, module, name))
             away = hasattr(x, "ds_shape") and not x.numel()  # ZeRO 3 gathers it when its module runs
-            if torch.is_grad_enabled() and not away and self._first("parameters", x):
+            if not away and self._first("parameters", x):
                 self._keep("parameter", (module, name), x, place=place_of(x))
+        self._keep_buffers("buffer", module)
+
+    def _keep_buffers(self, kind: str, root: nn.Module) -> None:
+        """Keep the buffers that a checkpoint has."""
+        for owner, module in root.named_modules():
+            left_out = getattr(module, "_non_persistent_buffers_set", ())
+            for name, x in module.named_buffers(recurse=False):
+                if name not in left_out and self._first(kind, x):
+                    self._keep(kind, (root, ".".join(filter(None, (owner, name)))), x)
 
     def _first(self, key: str, x: object) -> bool:
         self._calls[key, id(x)] += 1
@@ -208,47 +258,68 @@ class RunRecorder:
                 where = item if part is None else f"{item}.{part}"
                 values = values.wait() if isinstance(values, AsyncCollectiveTensor) else values
                 kept = local(values.detach()).to("cpu", copy=True)
+                kept = kept.to_dense() if kept.layout != torch.strided else kept
+                kept = torch.view_as_real(kept) if kept.is_complex() else kept
                 if type(kept) is not torch.Tensor:  # of a class of its own, without values: on another stage
                     continue
-                self._found.append((self.step, kind, at, where, kept, partial, place))
+                outermost = next((x for x in self._called.stack if not is_around(x)), None)
+                self._found.append((self.step, kind, at, where, kept, partial, place, outermost))
 
     def _dropping(self, drop: Callable) -> Callable:
         """Return a dropout that records what it would drop, and drops nothing."""
 
-        def dropped(x, p=0.5, training=True, inplace=False):
+        def dropped(x, p=0.5, training="alpha" not in drop.__name__, inplace=False):
             if not training or p == 0.0 or self.step not in self.steps or not self._called.stack:
                 return drop(x, p, training, inplace)
             with torch.no_grad():
                 left = drop(torch.ones_like(x), p, True)
-            if torch._C._current_graph_task_id() == -1:
-                module = self._called.stack[-1]
-                number = self._next("drops", module)
-                self._keep("input", (module, self._root_calls, number), x, "dropped")
-                self._keep("dropout", (module, self._root_calls, number), left != 0)
+            if not _is_recomputing():
+                module, root = self._called.stack[-1], self._called.root_call
+                number = self._next(("drops", module, root))
+                self._keep("input", (module, root, number), x, "dropped")
+                self._keep("dropout", (module, root, number), left == left.max())
+                self._keep("drop rate", (module, root, number), torch.tensor(p, dtype=torch.float64))
             return x
 
         return dropped
 
-    def _next(self, key: str, of: object = None) -> int:
+    def _attending(self, attend: Callable) -> Callable:
+        def attended(query, key, value, attn_mask=None, dropout_p=0.0, *args, **kwargs):
+            if dropout_p and self.step in self.steps and self._called.stack:
+                self._not_recorded["weights that attention drops"], dropout_p = None, 0.0
+            return attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+        return attended
+
+    def _next(self, key: Any, of: object = None) -> int:
         self._calls[key, of] += 1
         return self._calls[key, of] - 1
 
     # Steps of optimizers
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if id(optimizer) in self._stepped:
             self._end_step()
+        if not _has_closure(args, kwargs):
+            self._keep_what_it_takes(optimizer)
+
+    def _keep_what_it_takes(self, optimizer: torch.optim.Optimizer) -> None:
         self._stepped.add(id(optimizer))
         if self._holder is None and len(models := outermost(self._roots)) > 1:
             self._holder = holder_of(models)
         if self.step not in self.steps:
             return
-        for number, group in enumerate(optimizer.param_groups):
-            rate = torch.as_tensor(group.get("lr", 0.0), dtype=torch.float64)
-            self._keep("learning rate", None, rate, item=f"{type(optimizer).__name__} {number}")
+        for group in optimizer.param_groups:
+            settings = {name: number for name, x in group.items() if (number := _numbers_of(name, x)) is not None}
+            for x in group["params"]:
+                for parameter in [named[0] for named in flat_parts(x, self._named_parameters())]:
+                    for name, number in settings.items():
+                        self._keep("setting", parameter, number, item=name)
         self._keep_gradients("gradient", _parameters(optimizer))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if _has_closure(args, kwargs):  # in which the model was called
+            self._keep_what_it_takes(optimizer)
         if self.step not in self.steps:
             return
         for x in _parameters(optimizer):
@@ -259,10 +330,13 @@ class RunRecorder:
                 self._keep("updated parameter", parameter, x[part], place=place)
                 for name, state in kept.items():
                     self._keep("state", parameter, state[part], item=name, place=place)
+        for model in self._roots:
+            self._keep_buffers("updated buffer", model)
 
     def _keep_gradients(self, kind: str, parameters: Sequence[torch.Tensor]) -> None:
         for x in parameters:
             gradient = x.grad if isinstance(x.grad, DTensor) else gradient_of(x)
+            gradient = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
             if gradient is not None:  # it may be placed otherwise than the parameter
                 other = isinstance(gradient, DTensor) and piece_of(x) is None and shard_of(x) is None
                 for parameter, part, place in flat_parts(x, self._named_parameters()):
@@ -277,8 +351,8 @@ class RunRecorder:
         self._stepped.clear()
         self._calls.clear()
         self._again.clear()
+        self._forwards.clear()
         self._made.clear()
-        self._root_calls = -1
 
     def _clipping(self, clip: Callable) -> Callable:
         def clipped(parameters, *args, **kwargs):
@@ -321,7 +395,9 @@ class RunRecorder:
         ]
 
     def _named(self, step: int, kind: str, at: Any, item: int | str, *rest: Any) -> Seen:
-        module, root, call = None, 0, 0
+        *others, outermost = rest
+        module: nn.Module | None = None
+        root, call = 0, 0
         name = ""
         if isinstance(at, torch.Tensor):
             piece = piece_of(at)
@@ -330,15 +406,32 @@ class RunRecorder:
             module, root, call = at
         elif isinstance(at, tuple):
             module, name = at
-        owner = "" if module is None else self._modules.get(id(module), type(module).__name__)
+        owner = "" if module is None else self._name_of(module)
         full_name = plain_name(".".join(filter(None, (owner, name))))
-        return Seen(Key(step, kind, full_name, root, call, item), *rest)
+        within = full_name if outermost is None else self._name_of(outermost)
+        return Seen(Key(step, kind, full_name, root, call, item), *others, within)  # type: ignore[call-arg]
+
+    def _name_of(self, module: nn.Module) -> str:
+        return plain_name(self._modules.get(id(module), type(module).__name__))
+
+    def save_before_exit(self, folder: Path) -> None:
+        """Save if the process ends by `os._exit`, as forked ones do, until `stop`."""
+        exit_at_once = os._exit
+
+        def save_and_exit(status: int) -> None:
+            self.save(folder)
+            exit_at_once(status)
+
+        self._changes.put(os, "_exit", save_and_exit)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of the recording."""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
-        if self._found:
-            save(self.seen(), self.edges(), folder / f"rank{rank}.pt")
+        """Write this rank's part of the recording, unless the process called no module, as a launcher does not."""
+        if self._process == os.getpid():
+            self._process = None
+            steps, left_out = self.step + bool(self._stepped), tuple(self._not_recorded)
+            save(
+                RecordedRun(self.seen(), self.edges(), *self._rank, steps, left_out), folder / f"rank{self._rank[0]}.pt"
+            )
 
 
 @contextmanager
@@ -349,7 +442,7 @@ def record(folder: str | Path, *, steps: Sequence[int] = STEPS, reordered: bool 
     is behind it can be compared.
 
     Args:
-        folder: where each rank writes its part, at the end.
+        folder: where each rank writes its part, at the end, also if that is `sys.exit()`.
         steps: numbers of the steps to keep, from 0. A step ends with the optimizers' steps.
         reordered: sum products in another order, and change parameters by a rounding step, to measure rounding.
 
@@ -360,8 +453,12 @@ def record(folder: str | Path, *, steps: Sequence[int] = STEPS, reordered: bool 
     """
     recorder = RunRecorder(steps, reordered)
     recorder.start()
+    recorder.save_before_exit(Path(folder))
     try:
         yield
+    except SystemExit:
+        recorder.save(Path(folder))
+        raise
     finally:
         recorder.stop()
     recorder.save(Path(folder))
@@ -372,10 +469,32 @@ def record_by_environment() -> None:
     folder = os.environ.get("WEFT_RECORD")
     if not folder:
         return
-    steps = [int(step) for step in os.environ.get("WEFT_RECORD_STEPS", "0,1").split(",")]
+    steps = steps_of(os.environ.get("WEFT_RECORD_STEPS", "0,1"))
     recorder = RunRecorder(steps, os.environ.get("WEFT_RECORD_REORDERED") == "1")
     recorder.start()
-    atexit.register(lambda: recorder.save(Path(folder)))
+    recorder.save_before_exit(Path(folder))
+    atexit.register(recorder.save, Path(folder))
+
+
+def _has_closure(args: tuple, kwargs: dict) -> bool:
+    """Return whether an optimizer is given a function that calls the model; `args` begin with the optimizer."""
+    return any(map(callable, (*args[1:2], kwargs.get("closure"))))
+
+
+def _is_recomputing() -> bool:
+    """Return whether a backward runs, in which a checkpoint calls modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _numbers_of(name: str, setting: Any) -> torch.Tensor | None:
+    """Return an optimizer's setting as numbers; None if it is no number."""
+    if name in _NO_SETTINGS:
+        return None
+    numbers = list(setting) if isinstance(setting, (list, tuple)) else [setting]
+    numbers = [x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in numbers]
+    if not all(isinstance(x, (int, float)) for x in numbers):
+        return None
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

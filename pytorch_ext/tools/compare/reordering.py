@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.sharding.sharded_grad import local
+
 _ATEN = torch.ops.aten
 
 
@@ -13,7 +15,7 @@ _ATEN = torch.ops.aten
 def nudge(model: nn.Module) -> None:
     """Change each parameter by one rounding step, up or down."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in filter(torch.is_floating_point, model.parameters()):
+    for parameter in map(local, filter(torch.is_floating_point, model.parameters())):
         sides = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1)
         parameter.mul_((1 + torch.finfo(parameter.dtype).eps * sides).to(parameter))
 

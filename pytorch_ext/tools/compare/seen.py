@@ -1,6 +1,7 @@
 """What a recording keeps: tensors with their names, and a part's place in the whole tensor."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import EllipsisType
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.data_parallel.sharded_optimizer import piece_of
 from weft.sharding.shard import shard_of
 
+_STAGE = re.compile(r"submod_pp_\d+")  # of torch.distributed.pipelining.pipeline()
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # parts of names
 Place = dict[int | str, list[tuple[int, int]]]  # dimension, or "flat", to the stretches of the whole that a rank has
 
@@ -23,9 +25,9 @@ class Key(NamedTuple):
         step: number of the optimizer's steps before.
         kind: what it is: "input", "output", "gradient of input", "parameter", "loss" and so on.
         module: name of the module, or of the parameter.
-        root: number of the call of the whole model in the step; of a batch in units, the unit.
+        root: number of the call of the outermost module in the step; of a batch in units, the unit.
         call: number of the module's call within that call.
-        item: number of the tensor among the arguments or results; the name of an optimizer's state.
+        item: number of the tensor among the arguments or results; the name of an optimizer's state or setting.
     """
 
     step: int
@@ -43,24 +45,42 @@ class Seen(NamedTuple):
         tensor: this rank's part.
         partial: the parts of ranks are to be added up (DTensor's Partial).
         place: the part's place in the whole tensor, where it is known.
+        outermost: name of the outermost module that is called, if a module's call made the tensor.
     """
 
     key: Key
     tensor: torch.Tensor
     partial: bool = False
     place: Place | None = None
+    outermost: str = ""
 
 
 Call = tuple[str, int, int]  # module, call of the whole model, call of the module within
 Edge = tuple[Call, Call]
 
 
-def save(seen: Sequence[Seen], edges: Sequence[Edge], file: Path) -> None:
+class RecordedRun(NamedTuple):
+    """What one process recorded.
+
+    Attributes:
+        steps: number of steps that the program made.
+        not_recorded: what ran and cannot be compared.
+    """
+
+    seen: list[Seen]
+    edges: list[Edge]
+    rank: int = 0
+    world_size: int = 1
+    steps: int = 1
+    not_recorded: tuple[str, ...] = ()
+
+
+def save(recording: RecordedRun, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(([(tuple(each.key), *each[1:]) for each in seen], edges), file)
+    torch.save(([(tuple(each.key), *each[1:]) for each in recording.seen], *recording[1:]), file)
 
 
-def load(folder: Path) -> list[tuple[list[Seen], list[Edge]]]:
+def load(folder: Path) -> list[RecordedRun]:
     """Return what each rank recorded, in rank order.
 
     Raises:
@@ -68,13 +88,14 @@ def load(folder: Path) -> list[tuple[list[Seen], list[Edge]]]:
     """
     files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem.removeprefix("rank")))
     if not files:
-        raise FileNotFoundError(f"{folder} has no recording: the program trained no torch.nn.Module, or not in Python")
-    return [([Seen(Key(*key), *rest) for key, *rest in seen], edges) for seen, edges in map(torch.load, files)]
+        raise FileNotFoundError(f"{folder} has no recording: no torch.nn.Module was called inside of weft.record")
+    read = map(torch.load, files)
+    return [RecordedRun([Seen(Key(*key), *rest) for key, *rest in seen], *others) for seen, *others in read]
 
 
 def plain_name(name: str) -> str:
     """Return the name without those of wrappers (torch.compile, FSDP, checkpoints)."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS and not _STAGE.fullmatch(part))
 
 
 def place_of(x: torch.Tensor) -> Place | None:

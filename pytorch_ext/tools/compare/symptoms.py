@@ -50,15 +50,23 @@ def symptom_of(case: WrongTensor, stale: torch.Tensor | None, bias: torch.Tensor
         return "it is zero"
     if stale is not None and stale.shape == part.shape and error_of(part, stale.double()) < _CLOSE:
         return "it is that of the step before"
-    scale = (part.flatten().dot(expected.flatten()) / expected.norm().square().clamp_min(1e-300)).item()
-    if part.numel() == 1 or error_of(part, expected * scale) < _CLOSE:
-        return f"it is {scale:.4g} times the reference's"
+    if scale := factor_of(part, fit):
+        return "" if abs(scale - 1) < _CLOSE else f"it is {scale:.4g} times the reference's"
     return (
         _added_bias(part, expected, bias)
         or _shift(part, expected)
         or _other_rows(part, expected)
         or _some_rows(part, expected)
     )
+
+
+def factor_of(part: torch.Tensor, fit: Fit | None) -> float:
+    """Return the factor of a tensor to the reference's; 0 if it has none."""
+    if fit is None or part.shape != fit.expected.shape or not part.is_floating_point():
+        return 0.0
+    part, expected = part.double(), fit.expected.double()
+    factor = (part.flatten().dot(expected.flatten()) / expected.norm().square().clamp_min(1e-300)).item()
+    return factor if part.numel() == 1 or error_of(part, expected * factor) < _CLOSE else 0.0
 
 
 def _added_bias(part: torch.Tensor, expected: torch.Tensor, bias: torch.Tensor | None) -> str:
@@ -80,7 +88,11 @@ def _shift(part: torch.Tensor, expected: torch.Tensor) -> str:
             theirs = expected.narrow(dim, max(-by, 0), size - 1) if size > 2 else part[:0]
             if ours.numel() and error_of(ours, theirs) < _CLOSE:
                 return f"it is shifted by {by} along dimension {dim}"
-        if not part.is_floating_point() and size > 1 and (part - expected).unique().numel() == 1:
+        if (
+            not (part.is_floating_point() or part.dtype == torch.bool)
+            and size > 1
+            and (part - expected).unique().numel() == 1
+        ):
             return f"it is the reference's plus {(part - expected).flatten()[0].item()}"
     return ""
 
