@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,8 @@ def report() -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "rank": dist.get_rank(),
-        "job": _job(os.environ, os.getppid()),
+        "job": os.environ.get("TORCHELASTIC_RUN_ID", "") + os.environ.get("MASTER_PORT", f"of {os.getppid()}"),
+        "parent": os.getppid(),
         "program": " ".join(sys.argv),
         "groups": groups,
         "stack": [
@@ -143,11 +144,6 @@ def report() -> dict[str, Any]:
         "place": _place(main),
         "modules": _modules_in(main),
     }
-
-
-def _job(environment: Mapping[str, str], parent: int) -> str:
-    """Return what the ranks of one job on this machine have in common."""
-    return environment.get("TORCHELASTIC_RUN_ID", "") + environment.get("MASTER_PORT", f"of {parent}")
 
 
 def _place(frame: Any) -> str:
@@ -207,12 +203,10 @@ def _asked(pid: int) -> dict[str, Any]:
 
 def _silent(pid: int, why: str) -> dict[str, Any]:
     """Return the report of a process that does not answer, with what the kernel knows of it."""
-    found = {"pid": pid, "silent": why}
+    found: dict[str, Any] = {"pid": pid, "silent": why}
     with contextlib.suppress(OSError):  # it is gone
-        pairs = (text.partition("=") for text in _read(pid, "environ").split("\0"))
-        parent = int(_read(pid, "stat").rpartition(")")[2].split()[1])
-        program = " ".join(_read(pid, "cmdline").split("\0")[1:]).strip()
-        found |= {"job": _job({name: value for name, _, value in pairs}, parent), "program": program}
+        found["parent"] = int(_read(pid, "stat").rpartition(")")[2].split()[1])
+        found["program"] = " ".join(_read(pid, "cmdline").split("\0")[1:]).strip()
     return found
 
 
@@ -254,9 +248,10 @@ def table(found: Sequence[dict[str, Any]], late: Collection[int] = ()) -> str:
         late: ranks that others have waited for, and do no longer.
     """
     jobs: dict[str, list[dict[str, Any]]] = {}
+    job_of = {each["parent"]: each["job"] for each in found if "rank" in each}  # of a launcher's processes
     for each in found:
         if "pid" in each:
-            jobs.setdefault(each.get("job", ""), []).append(each)
+            jobs.setdefault(each.get("job") or job_of.get(each.get("parent"), ""), []).append(each)
     lines: list[str] = []
     for of_job in sorted(jobs.values(), key=_is_healthy):
         if len(jobs) > 1:

@@ -290,14 +290,14 @@ def test_the_command_without_ranks(capsys, monkeypatch):
 
 def a_report(rank, job, program, waiting=None, place="train.py:1 train"):
     groups = [{"name": "dp", "calls": 3, "waiting": waiting}]
-    which = {"pid": 100 + rank, "rank": rank, "job": job, "program": program}
+    which = {"pid": 100 + rank, "rank": rank, "job": job, "parent": f"launcher of {job}", "program": program}
     return {**which, "groups": groups, "stack": [], "place": place, "modules": []}
 
 
 def test_jobs_have_headings_and_those_that_wait_come_first():
     well = [a_report(0, "a", "well.py")]
     waits = [a_report(0, "b", "waits.py", ("all_reduce #4", 5.0, [1])), a_report(1, "b", "waits.py")]
-    silent = [{"pid": 7, "silent": "stopped", "job": "c", "program": "silent.py"}]
+    silent = [{"pid": 7, "silent": "stopped", "parent": "another launcher", "program": "silent.py"}]
     lines = rank_report.table([*well, *waits, *silent]).split("\n")
     assert lines == [
         "waits.py, 2 processes: waits",
@@ -307,6 +307,15 @@ def test_jobs_have_headings_and_those_that_wait_come_first():
         "process 7 is a rank and does not answer: stopped",
         "well.py, 1 process: nobody waits",
         "rank 0 (pid 100) is at train.py:1 train",
+    ]
+
+
+def test_a_rank_that_does_not_answer_belongs_to_the_job_of_its_launcher():
+    waits = a_report(0, "29500", "train.py", ("all_reduce #4", 5.0, [1]))
+    silent = {"pid": 7, "silent": "stopped", "parent": waits["parent"], "program": "train.py"}
+    assert rank_report.table([waits, silent]).split("\n") == [
+        "others wait for rank 1, which does not answer: process 7 is stopped",
+        "rank 0 (pid 100) has waited for 5.0 s in all_reduce #4 for rank 1, at train.py:1 train",
     ]
 
 

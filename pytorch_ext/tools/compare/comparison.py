@@ -57,13 +57,10 @@ class _Walk:
     def __init__(self, reference, edges, reordered, run, rename):
         self.expected = {seen.key: seen.tensor for seen in reference}
         self.other = {seen.key: seen.tensor for seen in reordered}
-        self.reordered = {
-            key: self.other[key]
-            for key, x in self.expected.items()
-            if key in self.other and self.other[key].shape == x.shape
-        }
         self.rounding = {
-            key: error_of(self.reordered[key], x, key.kind in UPDATED) if key in self.reordered else 0.0
+            key: error_of(other, x, key.kind in UPDATED)
+            if (other := self.other.get(key)) is not None and other.shape == x.shape
+            else 0.0
             for key, x in self.expected.items()
         }
         self.ranks = [RankRecording(number, of_rank, rename) for number, of_rank in enumerate(run)]
@@ -266,7 +263,7 @@ class _Walk:
 
         Of keys, queries and values in one weight, say, the queries may have no gradient to speak of.
         """
-        other = self.reordered.get(key)
+        other = self.other.get(key)
         if other is None or other.shape != whole.shape or fit.expected.shape == whole.shape:
             return 0.0
         if seen.place is None:

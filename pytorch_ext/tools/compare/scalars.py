@@ -13,8 +13,6 @@ from weft.tools.compare.seen import Key
 NEAR_LOSS = 1e-4  # relative; a difference of large terms has more rounding than its two samples show
 SAME_SETTING = 1e-6
 
-Differing = dict[tuple, list[tuple[Key, int, float]]]  # by setting and both values: parameter, rank, error
-
 
 def wrong_loss(
     step: int, losses: Sequence[float], of_ranks: Sequence[Sequence[float]], rounding: float, allowed: float
@@ -49,7 +47,7 @@ def wrong_settings(
 ) -> Iterator[Mismatch]:
     """Yield each difference of the optimizers' settings once, with the parameters that have it."""
     theirs = {key: x for key, x in expected.items() if (key.step, key.kind) == (step, "setting")}
-    found: Differing = defaultdict(list)
+    found: dict[tuple, list[tuple[Key, int, float]]] = defaultdict(list)  # by setting and both values
     named = any(key.module for rank in ranks for key in rank.seen if key.kind == "setting")
     for rank in ranks:
         for key, seen in rank.seen.items():
