@@ -12,7 +12,7 @@ from torch import nn
 import weft
 from weft.cli import main
 from weft.tools.compare.on_ranks import compare_ranks
-from weft.tools.steps import steps_of
+from weft.tools.numbers import numbers_of
 
 PROGRAM = """
 import os, sys
@@ -118,7 +118,7 @@ def test_what_cannot_be_compared_is_status_2_with_its_cause(options, says, capfd
 
 @pytest.mark.parametrize(("text", "steps"), [("0,1", [0, 1]), ("0-3", [0, 1, 2, 3]), ("7", [7]), ("0-1,5", [0, 1, 5])])
 def test_steps_are_numbers_and_ranges(text, steps):
-    assert steps_of(text) == steps
+    assert numbers_of(text) == steps
 
 
 def steps_of_a_program(folder, steps, count=3, seed=0, **options):

@@ -28,7 +28,7 @@ def reference(plain, *args):
     return seen, edges, other
 
 
-def compared(plain, program, world):
+def compared(plain, program, world, rename=()):
     """Compare a program on ranks with a plain one: a function and its arguments."""
     ranks = run_ranks(on_rank, world, program, timeout_s=120, group_timeout_s=60)
-    return compare_recordings(*reference(*plain), ranks, {})
+    return compare_recordings(*reference(*plain), ranks, dict(rename))

@@ -122,7 +122,7 @@ def rows_of(part: torch.Tensor, whole: torch.Tensor, dim: int) -> torch.Tensor |
 
 def bits_of_rows(x: torch.Tensor, dim: int) -> list[bytes]:
     """Return the bits of x[i] along a dimension, for each i."""
-    rows = as_rows(x, dim).contiguous()
+    rows = as_rows(x, dim).clone(memory_format=torch.contiguous_format)  # contiguous() leaves strides of columns of one
     return [row.numpy().tobytes() for row in (rows.view(torch.uint8) if rows.numel() else rows.to(torch.uint8))]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from weft.tools.compare.comparison import compare_recordings
 from weft.tools.compare.report import ComparedRuns, Mismatch
 from weft.tools.compare.seen import load
-from weft.tools.steps import steps_of
+from weft.tools.numbers import numbers_of
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="weft-compare-") as temporary:
         folder = Path(options.keep or temporary)
         try:
-            steps = steps_of(options.steps or "0,1")
+            steps = numbers_of(options.steps or "0,1")
             commands = {"reference": options.reference, "reordered": options.reference, "run": options.run}
             for name, command in commands.items():
                 status = _record(command, folder / name, steps, reordered=name == "reordered")
@@ -81,7 +81,8 @@ def compare(
         reference: folder of `weft.record` of the plain program, one process.
         run: folder of the parallel one.
         reordered: folder of the plain program recorded with `reordered=True`.
-        rename: parts of module names in the run to those in the reference.
+        rename: parts of module names in the run to those in the reference. "1:layers.0" and "2-3:layers.0" are those
+            of some ranks.
 
     Raises:
         FileNotFoundError: a folder has no recording, or not of all ranks.

@@ -29,6 +29,7 @@ FACTOR = 10.0  # times the difference of two runs of the reference that sum in o
 LATER = 10.0  # times more from the first update on: optimizers divide by gradients that may be nothing but rounding
 OF_STEP = 0.01
 ANOTHER = 0.1  # difference of the reference's two runs that is no rounding
+NEAR_NORM = 1e-5  # relative; the two runs of the reference are one sample of its rounding
 
 
 def compare_recordings(
@@ -45,7 +46,7 @@ def compare_recordings(
         edges: which of its modules' results went into which.
         reordered: recording of the reference with another order of summation.
         run: recording of each rank.
-        rename: parts of the run's module names to those of the reference.
+        rename: parts of the run's module names to those of the reference; "1:layers.0" is that of rank 1.
 
     Raises:
         ValueError: no module of the run has a name of the reference's, or the reference does not repeat itself.
@@ -72,12 +73,9 @@ class _Walk:
         self.first_step = min(key.step for key in self.expected)
         self.findings = Findings(edges, self.expected, self.ranks)
         self.compared_tensors = 0
-        self.stages = {
-            (rank.number, model)
-            for rank in self.ranks
-            for model in {*self.outermost.values()}
-            if self._lacks(rank, model)
-        }
+        self.stages: set[tuple[int, str]] = set()  # ranks, and modules that they have a stage of
+        self.parts: set[tuple[int, str]] = set()  # the same, where they have some experts, say
+        self._note_cuts()
 
     def compared(self) -> ComparedRuns:
         self._check_that_it_repeats()
@@ -173,13 +171,29 @@ class _Walk:
                     "and give it the same data in each run (no time, no unseeded generator)"
                 )
 
-    def _lacks(self, rank: RankRecording, model: str) -> bool:
-        """Return whether a rank lacks layers that the outermost module calls and others have: it is a stage."""
-        called = {name for name, of in self.outermost.items() if of == model and name != model}
-        prefixes = {f"{name}." for name in called}
-        layers = {name for name in called if not any(name.startswith(prefix) for prefix in prefixes)}
-        lacking = layers - rank.names
-        return bool(lacking) and lacking <= set().union(*(other.names for other in self.ranks))
+    def _note_cuts(self) -> None:
+        """Note modules that a rank has in part: a stage, if all modules around are cut as well."""
+        around = {name: self._around(name) for name in self.outermost if name != self.outermost[name]}
+        around = {name: x if x in self.outermost else self.outermost[name] for name, x in around.items()}
+        inside: dict[str, set[str]] = defaultdict(set)
+        for name, owner in around.items():
+            inside[owner].add(name)
+        of_any = set().union(*(rank.names for rank in self.ranks))
+        for rank in self.ranks:
+            lacking = {owner: names - rank.names for owner, names in inside.items()}
+            cut = {owner for owner, names in lacking.items() if names and names <= of_any}
+            for name in cut:
+                outer = name
+                while outer in around and around[outer] in cut:
+                    outer = around[outer]
+                (self.parts if outer in around else self.stages).add((rank.number, name))
+
+    def _around(self, name: str) -> str:
+        """Return the module around, of those that are called: a list has no code."""
+        owner = name.rpartition(".")[0]
+        while owner and owner not in self.outermost:
+            owner = owner.rpartition(".")[0]
+        return owner
 
     def _absent(self, key: Key, absent: dict[str, None]) -> None:
         has_module = any(key.module in rank.names for rank in self.ranks)
@@ -208,22 +222,27 @@ class _Walk:
             self.findings.report(Mismatch(words_of(key), key.module, key.step, 0, 1.0, 0.0, text))
 
     def _compare_one(self, key: Key, whole: torch.Tensor, there: list, rounding: float) -> None:
-        finding, suspect, fits, factor = None, None, [], 0.0
+        finding, suspect, laid_out, fits, factor = None, None, False, [], 0.0
+        once = self.calls.get((key.step, key.module, key.root), 1) == 1  # else calls may be for others of its experts
+        once &= not any(self._holds_experts(key, rank) for rank, _ in there)
         for rank, seen in list(there):
             part = seen.tensor
             eps = torch.finfo(part.dtype).eps if part.is_floating_point() else 0.0
             later = key.step > self.first_step or key.kind in UPDATED
             allowed = max(FACTOR * max(rounding, eps) * (LATER if later else 1.0), self._of_update(key, whole))
+            allowed = max(allowed, NEAR_NORM) if key.kind == "norm" else allowed
             target = self._whole(key, rank, seen, whole)
             fit = rank.fit(key, seen, part, target, allowed)
+            if (fit is None or fit.error > allowed) and (wider := self._of_all_ranks(key, rank, seen)) is not None:
+                target, fit = wider, rank.fit(key, seen, part, wider, allowed)
             if fit is not None and (
                 fit.error <= allowed or fit.error <= FACTOR * self._rounding_there(key, rank, seen, fit, target)
             ):
                 self.compared_tensors += 1
                 fits.append(fit)
                 continue
-            of_model = key.module == self.outermost.get(key.module) and (rank.number, key.module) in self.stages
-            if of_model or (fit is None and key.kind in BUFFERS):  # a stage's own input; a cache
+            of_stage = (rank.number, key.module) in self.stages
+            if of_stage or (fit is None and key.kind in BUFFERS):  # a stage's own input; a cache
                 there.remove((rank, seen))
                 continue
             if key.kind in PARAMETER and self._is_idle(key, rank):
@@ -244,17 +263,18 @@ class _Walk:
             if fit is not None and fit.rescaled and not sums:
                 self.findings.rescaled.setdefault(key.step, made)
                 continue
-            if sums and key.kind in (*FORWARD, *BACKWARD, *SUMMED_LATER):
-                suspect = suspect or made
+            if (sums and key.kind in SUMMED_LATER) or (
+                key.kind in (*FORWARD, *BACKWARD) and (sums or self._may_be_right(key, rank, part, fit))
+            ):
+                suspect, laid_out = suspect or made, laid_out or not sums
             elif finding is None:
                 finding, factor = made, factor_of(part, fit)
-        once = self.calls.get((key.step, key.module, key.root), 1) == 1  # else calls may be for others of its experts
         if there and once and finding is None and suspect is None and key.kind in (*FORWARD, "parameter"):
             finding = self._uncovered(key, whole, fits, there)
         if finding is not None:
             self.findings.add(key, finding, factor)
         elif suspect is not None:
-            self.findings.suspect(key, suspect)
+            self.findings.suspect(key, suspect, laid_out)
         elif whole.is_floating_point() or key.kind in BUFFERS:
             self.findings.acquit(key)
 
@@ -311,6 +331,24 @@ class _Walk:
             [self.expected[key._replace(root=root)] for root in roots if key._replace(root=root) in self.expected]
         )
 
+    def _may_be_right(self, key: Key, rank: RankRecording, part: torch.Tensor, fit: Fit | None) -> bool:
+        """Return whether a tensor may be right in its own way: of another shape, or dispatched to experts."""
+        of_model = key.module == self.outermost.get(key.module)
+        return self._holds_experts(key, rank) or (not of_model and (fit is None or not part.any()))
+
+    def _holds_experts(self, key: Key, rank: RankRecording) -> bool:
+        """Return whether a rank has some of the experts, say, of a module or of one around it."""
+        names = key.module.split(".")
+        return any((rank.number, ".".join(names[:count])) in self.parts for count in range(1, len(names) + 1))
+
+    def _of_all_ranks(self, key: Key, rank: RankRecording, seen: Seen) -> torch.Tensor | None:
+        """Return the reference's tensor of all calls that ranks make at once, for experts, who have tokens of all."""
+        if key.kind not in (*FORWARD, *BACKWARD) or not self._holds_experts(key, rank):
+            return None
+        roots = sorted({root for other in self.ranks for root in other.roots_of(key, seen.key.root)})
+        found = [self.expected[at] for root in roots if (at := key._replace(root=root)) in self.expected]
+        return torch.cat(found) if len(found) > 1 and found[0].dim() else None
+
     def _others(self, key: Key, rank: "RankRecording", seen: Seen) -> list[tuple["RankRecording", torch.Tensor]]:
         at = key._replace(root=seen.key.root)
         return [(other, other.seen[at].tensor) for other in self.ranks if other is not rank and at in other.seen]
@@ -323,7 +361,7 @@ class _Walk:
         Ranks with other parts of the batch or the sequence have parts of the gradients of what all of them share.
         """
         part, others = seen.tensor, self._others(key, rank, seen)
-        if not part.is_floating_point() and (key.kind not in BUFFERS or part.dtype == torch.bool):
+        if part.dtype == torch.bool:
             return "", False
         world, number = len(self.ranks), rank.number
         groups = [range(world)] if world > 1 else []
@@ -335,6 +373,8 @@ class _Walk:
         ]
         calls = [each.tensor for other in self.ranks for each in other.of(key) if each is not seen]
         sums.append(("all ranks and micro-batches", calls, len(calls) + 1))
+        own = [each.tensor for each in rank.of(key) if each is not seen]
+        sums.append(("all micro-batches", own, len(own) + 1))
         apart = key.kind in BACKWARD and not any(
             same_place(*(each.place_of_input(key, seen.key.root) for each in (rank, other)))
             for other in self.ranks
@@ -380,10 +420,7 @@ class _Walk:
         """Return the module whose code has made a tensor: what a module is given, the one that calls it has made."""
         if key.kind not in ("input", "gradient of output"):
             return key.module or ("" if key.kind in (*FORWARD, *BACKWARD) else key.kind)
-        owner = key.module.rpartition(".")[0]
-        while owner and owner not in self.outermost:  # a list has no code
-            owner = owner.rpartition(".")[0]
-        return owner
+        return self._around(key.module)
 
 
 def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:

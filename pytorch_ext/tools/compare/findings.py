@@ -44,6 +44,7 @@ class Findings:
             self._after[maker].add(user)
         self._gradients: list[tuple[Mismatch, float]] = []  # wrong ones of one step, and their factors
         self._suspected: set[Key] = set()  # at any time
+        self._laid_out: set[Key] = set()
         self._factors: Counter[int] = Counter()  # numbers of wrong gradients with a factor, by step
         self._averaged: set[tuple[int, str]] = set()  # steps and parameters that ranks averaged behind the step
 
@@ -54,22 +55,30 @@ class Findings:
         else:
             self.report(finding, key, factor if key.kind in SUMMED_LATER else 0.0)
 
-    def suspect(self, key: Key, finding: Mismatch) -> None:
+    def suspect(self, key: Key, finding: Mismatch, laid_out: bool = False) -> None:
+        """Report a tensor later, unless it is shown to be right; one that is laid out otherwise, where it was used."""
         self.suspects[key] = finding
         self._suspected.add(key)
+        if laid_out:
+            self._laid_out.add(key)
 
     def acquit(self, key: Key) -> None:
         """Drop the suspicion of sums that went into a tensor that is right."""
         call, forward = (key.module, key.root, key.call), key.kind in FORWARD
         makers = self._before[call] if forward else self._after[call]
+        owner = key.module.rpartition(".")[0] if key.kind in SUMMED_LATER[:2] else None
         for other in list(self.suspects):
+            if other not in self.suspects:
+                continue
             if other.kind in SUMMED_LATER:
                 later = "buffer" if other.kind in BUFFERS else "parameter"
                 if (key.step, key.kind, key.module) == (other.step + 1, later, other.module):
                     self._settle(other)
                 continue
-            if (other.kind in FORWARD) == forward and (other.module, other.root, other.call) in makers | {call}:
+            made = (other.kind in FORWARD) == forward and (other.module, other.root, other.call) in makers | {call}
+            if made or (other.kind in BACKWARD and other.module == owner):
                 del self.suspects[other]
+                self.acquit(other)
 
     def _settle(self, key: Key) -> None:
         """Drop the suspicion of a gradient or a buffer that ranks averaged later, or report it if they did not."""
@@ -95,7 +104,12 @@ class Findings:
         kept = {}
         if key is not None and key.kind == "parameter":  # others may be right in this step
             kept = {at: x for at, x in self.suspects.items() if at.kind in SUMMED_LATER and at.module != key.module}
-        self.found += [*(x for at, x in self.suspects.items() if at not in kept), finding]
+        near: set[Call] = set()
+        if key is not None:
+            call = key.module, key.root, key.call
+            near = {call, *self._before.get(call, ()), *self._after.get(call, ())}
+        unused = {at for at in self.suspects if at in self._laid_out and (at.module, at.root, at.call) not in near}
+        self.found += [*(x for at, x in self.suspects.items() if at not in kept and at not in unused), finding]
         self.suspects = kept
 
     def end_gradients(self) -> None:
@@ -107,7 +121,7 @@ class Findings:
         usual = median(factor for _, factor in found) if found else 0.0
         follow = [abs(factor - usual) <= 1e-3 * abs(usual) and usual != 0.0 for _, factor in found]
         if sum(follow) == len(found) > 1 and found[0][0].step in self._clipped:
-            text = f"it is {usual:.4g} times the reference's, which clips by the norm: the run does not, or otherwise"
+            text = f"it is {usual:.7g} times the reference's, which clips by the norm: the run does not, or otherwise"
             found = [(replace(finding, symptom=text), factor) for finding, factor in found]
         if sum(follow) == len(found) or sum(follow) < 2:
             follow = [False] * len(found)

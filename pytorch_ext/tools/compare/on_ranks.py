@@ -27,7 +27,7 @@ def compare_ranks(
     Args:
         train: trains a small model: with a world_size of 1 as one process does, else on this rank. It seeds itself.
         steps: numbers of the optimizer's steps to compare, from 0.
-        rename: parts of module names on the ranks to those in the plain program.
+        rename: parts of module names on the ranks, or on some ("1:layers.0"), to those in the plain program.
         backend: the ranks' process group.
         timeout_s: seconds for each of the three runs.
 

@@ -8,6 +8,7 @@ import torch
 
 from weft.tools.compare.alignment import Alignment, Fit, error_of, rows_of, take
 from weft.tools.compare.seen import Key, Seen
+from weft.tools.numbers import numbers_of
 
 FORWARD, BACKWARD = ("input", "output"), ("gradient of output", "gradient of input")
 UPDATED = ("updated parameter", "state", "parameter")
@@ -22,9 +23,11 @@ class RankRecording:
     def __init__(self, number: int, seen: Sequence[Seen], rename: Mapping[str, str]):
         self.number = number
         self.seen: dict[Key, Seen] = {}
+        pairs = [(old.rpartition(":"), new) for old, new in rename.items()]
+        mine = [(old, new) for (ranks, _, old), new in pairs if not ranks or number in numbers_of(ranks, "ranks")]
         for each in seen:
             name = each.key.module
-            for old, new in rename.items():
+            for old, new in mine:
                 name = name.replace(old, new)
             key = each.key._replace(module=name)
             self.seen[key] = each._replace(key=key)

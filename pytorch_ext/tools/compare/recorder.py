@@ -33,8 +33,8 @@ from weft.sharding.shard import shard_of
 from weft.sharding.sharded_grad import local
 from weft.tools.called_modules import CalledModules, Changes, holder_of, is_around, names_of, outermost
 from weft.tools.compare.reordering import OtherOrder, nudge
-from weft.tools.compare.seen import Edge, Key, Place, RecordedRun, Seen, flat_parts, place_of, plain_name, save
-from weft.tools.steps import steps_of
+from weft.tools.compare.seen import Call, Edge, Key, Place, RecordedRun, Seen, flat_parts, place_of, plain_name, save
+from weft.tools.numbers import numbers_of
 
 STEPS = (0, 1)
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -74,6 +74,8 @@ class RunRecorder:
         self._names: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}  # of parameters, by id
         self._stepped: set[int] = set()
         self._modules: dict[int, str] = {}
+        self._callers: dict[nn.Module, nn.Module | None] = {}  # the first of each module
+        self._numbers: dict[tuple, int] = {}  # of calls of modules without a name
         self._holder: nn.Module | None = None  # of all roots, if there are several
         self._made: dict[Any, list[tuple]] = {}  # a node of autograd's graph to the calls whose output it is
         self._edges: dict[tuple, None] = {}  # (call that made a tensor, call that it went into)
@@ -159,6 +161,8 @@ class RunRecorder:
         root = self._called.root_call if unit is None else unit
         at = (module, root, self._next((module, root)))
         self._forwards[module].append(at)
+        if self.step in self.steps:
+            self._callers.setdefault(module, next((x for x in reversed(self._called.stack) if not is_around(x)), None))
         return at
 
     def _recomputed(self, module: nn.Module) -> tuple:
@@ -223,9 +227,11 @@ class RunRecorder:
         alone = parts[0][1] is x
         if not x.requires_grad or not torch.is_grad_enabled() or (alone and type(x) not in _HOOKED):
             return x
+        if isinstance(x, nn.Parameter):  # that a layer returns, say: its gradient is that of all uses
+            return x
         if not again:
             self._note_edges(kind, at, x)
-        if kind == "input" and alone and not isinstance(x, nn.Parameter):
+        if kind == "input" and alone:
             # a node of its own in the graph: its gradient is that of this module alone
             x = views.setdefault(id(x), x.view_as(x))
             parts = [(None, x)]
@@ -310,7 +316,8 @@ class RunRecorder:
         if self.step not in self.steps:
             return
         for group in optimizer.param_groups:
-            settings = {name: number for name, x in group.items() if (number := _numbers_of(name, x)) is not None}
+            own = {name: x for name, x in group.items() if name in optimizer.defaults}  # others are a program's marks
+            settings = {name: number for name, x in own.items() if (number := _numbers_of(name, x)) is not None}
             for x in group["params"]:
                 for parameter in [named[0] for named in flat_parts(x, self._named_parameters())]:
                     for name, number in settings.items():
@@ -384,15 +391,22 @@ class RunRecorder:
                 that holds all of these.
         """
         self._modules = names_of(self._roots, model or self._holder)
+        self._number_unnamed()
         return [self._named(*found) for found in self._found]
+
+    def _number_unnamed(self) -> None:
+        """Give calls of modules that a forward makes anew their number, by name."""
+        counts: Counter = Counter()
+        for step, _, at, *_ in self._found:
+            unnamed = isinstance(at, tuple) and len(at) == 3 and id(at[0]) not in self._modules
+            if unnamed and at not in self._numbers:
+                alike = step, self._name_of(at[0]), at[1]
+                self._numbers[at] = counts[alike]
+                counts[alike] += 1
 
     def edges(self) -> list[Edge]:
         """Return which calls' outputs went into which calls, by name; `seen` must have been called."""
-        names = self._modules
-        return [
-            tuple((plain_name(names.get(id(at[0]), "")), *at[1:]) for at in edge)  # type: ignore[misc]
-            for edge in self._edges
-        ]
+        return [(self._named_call(maker), self._named_call(user)) for maker, user in self._edges]
 
     def _named(self, step: int, kind: str, at: Any, item: int | str, *rest: Any) -> Seen:
         *others, outermost = rest
@@ -403,7 +417,7 @@ class RunRecorder:
             piece = piece_of(at)
             _, module, name = self._names.get(id(at), (at, None, "")) if piece is None else (at, None, piece.name)
         elif isinstance(at, tuple) and len(at) == 3:
-            module, root, call = at
+            name, root, call = self._named_call(at)
         elif isinstance(at, tuple):
             module, name = at
         owner = "" if module is None else self._name_of(module)
@@ -412,7 +426,14 @@ class RunRecorder:
         return Seen(Key(step, kind, full_name, root, call, item), *others, within)  # type: ignore[call-arg]
 
     def _name_of(self, module: nn.Module) -> str:
-        return plain_name(self._modules.get(id(module), type(module).__name__))
+        """Return a module's name in its model; of one that a forward makes, its caller's and its class's."""
+        if (name := self._modules.get(id(module))) is None:
+            caller = self._callers.get(module)
+            name = ".".join(filter(None, ("" if caller is None else self._name_of(caller), type(module).__name__)))
+        return plain_name(name)
+
+    def _named_call(self, at: tuple[nn.Module, int, int]) -> Call:
+        return self._name_of(at[0]), at[1], self._numbers.get(at, at[2])
 
     def save_before_exit(self, folder: Path) -> None:
         """Save if the process ends by `os._exit`, as forked ones do, until `stop`."""
@@ -469,7 +490,7 @@ def record_by_environment() -> None:
     folder = os.environ.get("WEFT_RECORD")
     if not folder:
         return
-    steps = steps_of(os.environ.get("WEFT_RECORD_STEPS", "0,1"))
+    steps = numbers_of(os.environ.get("WEFT_RECORD_STEPS", "0,1"))
     recorder = RunRecorder(steps, os.environ.get("WEFT_RECORD_REORDERED") == "1")
     recorder.start()
     recorder.save_before_exit(Path(folder))

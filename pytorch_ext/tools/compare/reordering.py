@@ -23,13 +23,16 @@ def nudge(model: nn.Module) -> None:
 class OtherOrder(TorchDispatchMode):
     """Compute each product as the sum of two, the second half of the terms first."""
 
+    supports_higher_order_operators = True  # flex attention, as it is
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (_ATEN.mm.default, _ATEN.bmm.default):
             return _in_halves(func, *args)
         if func in (_ATEN.addmm.default, _ATEN.baddbmm.default):
             first, product = args[0], _ATEN.mm.default if func is _ATEN.addmm.default else _ATEN.bmm.default
-            return kwargs.get("beta", 1) * first + kwargs.get("alpha", 1) * _in_halves(product, *args[1:])
+            made, beta = kwargs.get("alpha", 1) * _in_halves(product, *args[1:]), kwargs.get("beta", 1)
+            return made + beta * first if beta else made  # with 0 it may be uninitialised memory
         return func(*args, **kwargs)
 
 

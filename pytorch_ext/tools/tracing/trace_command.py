@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from weft.tools.numbers import numbers_of
 from weft.tools.planner.hardware import Hardware
-from weft.tools.steps import steps_of
 from weft.tools.tracing.step_report import StepReport
 from weft.tools.tracing.trace_file import load_trace, parts_of
 
@@ -24,7 +24,7 @@ def _status_of(command: list[str], environment: dict[str, str]) -> int:
 def run(options: argparse.Namespace) -> int:
     path, status = Path(options.file).absolute(), 0
     try:
-        steps_of(options.steps)
+        numbers_of(options.steps)
         if options.run is not None:
             for old in (path, *parts_of(path)):
                 old.unlink(missing_ok=True)

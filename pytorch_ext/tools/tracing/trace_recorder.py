@@ -39,7 +39,7 @@ from weft.comm.wait_record import name_of
 from weft.context_parallel.shared_sequence import parts_here
 from weft.data_parallel.reducer import Reducer
 from weft.tools.called_modules import CalledModules, Changes, holder_of, names_of, outermost
-from weft.tools.steps import steps_of
+from weft.tools.numbers import numbers_of
 from weft.tools.tracing.rank_trace import BACKWARD_PASS
 from weft.tools.tracing.trace_file import write_part
 
@@ -480,7 +480,7 @@ def trace_by_environment() -> None:
     path = os.environ.get("WEFT_TRACE")
     if not path:
         return
-    recorder = TraceRecorder(Path(path), steps_of(os.environ.get("WEFT_TRACE_STEPS", "0-9")))
+    recorder = TraceRecorder(Path(path), numbers_of(os.environ.get("WEFT_TRACE_STEPS", "0-9")))
     recorder.start()
     atexit.register(recorder.save)
     multiprocessing.util.Finalize(None, recorder.save, exitpriority=1)  # of a process that ends without atexit
