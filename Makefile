@@ -73,16 +73,25 @@ $(PTXAS):
 tables: $(VENV)/built
 	$(BIN)/python -m weft.bench.tables .
 
-# Other libraries' parallel training beside one process, and docs/compared.md from the results: an hour.
-compared: $(VENV)/built build/deepspeed/deepspeed
+# Other libraries' parallel training beside one process, and docs/compared.md from the results: more than an hour.
+compared: $(VENV)/built build/deepspeed/deepspeed build/megatron/megatron build/torchtitan/torchtitan
 	rm -f bench/results/compared.json
 	PYTHONPATH=tests/helpers $(BIN)/python tests/helpers/compared_libraries.py --json bench/results/compared.json
 	$(BIN)/python -m weft.bench.tables .
 
-# Without its dependencies, which requirements-dev.txt has but for these four, and without its operators in CUDA.
+# Without their dependencies, which requirements-dev.txt has but for those named here, and without operators in CUDA.
+ALONE := $(BIN)/pip install -qq --disable-pip-version-check --no-deps
+
 build/deepspeed/deepspeed:
-	DS_BUILD_OPS=0 $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation --no-deps \
+	DS_BUILD_OPS=0 $(ALONE) --no-build-isolation \
 	  --target build/deepspeed deepspeed==0.19.8 py-cpuinfo==9.0.0 hjson==3.1.0 msgpack==1.2.4 einops==0.8.2
+
+build/megatron/megatron:
+	$(ALONE) --ignore-requires-python --target build/megatron megatron-core==0.19.2
+
+build/torchtitan/torchtitan:
+	$(ALONE) --target build/torchtitan torchtitan==0.3.0 \
+	  docstring_parser==0.18.0 spmd_types==0.2.3 torch_checkpointing==0.1.1 torchdata==0.11.0 typeguard==4.6.1 tyro==1.0.17
 
 # The site: build/site/index.html opens without a network.
 docs: $(VENV)/built

@@ -341,9 +341,13 @@ def _gist(row: Row) -> str:
     if row["findings"]:
         what, _, looks = row["findings"][0][1].partition(": ")[2].partition(" differs by ")
         looks = looks.partition(": ")[2]
+        looks = re.sub(r"it differs at .* of dimension (\d+) alone.*", r"in some of dimension \1", looks)
         return re.sub(r"\.\d+\b", ".*", what) + (looks and f": {looks}")
     name = next(name for name in ("norm", "evaluation", "file") if row[name])
-    return f"{name}: {row[name]}"
+    if name == "file":
+        return f"file: {row[name]}"
+    found, _, wanted = row[name].partition(", not ")
+    return f"{name}: {float(found) / float(wanted):.4g} times the plain program's"
 
 
 def _generate(rows: list[Row]) -> list[list[str]]:

@@ -55,6 +55,23 @@ LAUNCHED = """
 rank = str(dist.get_rank())
 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
 """
+TORCHTITAN = (  # which is not installed here: a layer with its forward
+    "from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear\n",
+    """
+class Linear(nn.Linear):
+    Config = dict
+    tp_degree = 1
+
+    def __init__(self, sizes):
+        super().__init__(**sizes)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias / self.tp_degree)
+
+
+ScaledBiasRowwiseLinear = Linear
+""",
+)
 LIGHTNING = """
 os.environ.update(GROUP_RANK="0", TORCHELASTIC_RUN_ID="test", MASTER_ADDR="localhost", MASTER_PORT="1")
 import pytorch_lightning
@@ -137,6 +154,10 @@ fsdp_module = fully_shard(model)
     ("compared.md", 0): (2, SAVED + LAUNCHED, {'dist.init_process_group("gloo")\n': ""}),
     ("compared.md", 1): (2, "compared.md", {}),
     ("compared.md", 2): (2, "compared.md", {}),
+    ("compared.md", 3): (1, "", {TORCHTITAN[0]: TORCHTITAN[1]}),
+    ("compared.md", 4): (2, "", {'dist.init_process_group("gloo")\n': ""}),
+    ("compared.md", 5): (2, "import torch.distributed as dist\n", {}),
+    ("compared.md", 6): (2, 'import torch.distributed as dist\nmesh = dist.init_device_mesh("cpu", (2,))\n', {}),
     ("fine_tuning.md", 0): (
         2,
         SAVED + HUGGING_FACE + "import peft\ntokens = torch.randint(64, (2, 6))\n",

@@ -32,7 +32,7 @@ def _import_models():
 @cache
 def rows_of(family):
     ways = [way for way in libraries.WAYS if way.name in SAMPLE[family]]
-    found = families.in_a_process({}, 150, lambda: libraries.rows_of(family, ways))
+    found = families.in_a_process({}, 150, lambda: libraries.rows_of_family(family, ways))
     return {row["way"]: row for row in found["rows"]}
 
 
@@ -55,8 +55,22 @@ def test_a_row_of_the_table_comes_out_again(family, way):
 @pytest.mark.parametrize("family", ["gpt2", "deepseek_v2", "qwen3_next"])
 def test_more_rows_come_out_again(family):
     ways = [way for way in libraries.WAYS if "DeepSpeed" not in way.name]
-    found = families.in_a_process({}, 300, lambda: libraries.rows_of(family, ways))["rows"]
+    found = families.in_a_process({}, 300, lambda: libraries.rows_of_family(family, ways))["rows"]
     kinds = {
         row["way"]: libraries.verdict(row).partition(" ")[0] for row in found if row["way"].startswith("transformers")
     }
     assert kinds == {way: libraries.verdict(saved(way, family)).partition(" ")[0] for way in kinds} and kinds
+
+
+@pytest.mark.slow("compare")
+@pytest.mark.parametrize(("library", "family"), [("megatron", "Mixtral"), ("torchtitan", "Qwen 3 MoE")])
+def test_rows_of_libraries_that_make_compared_installs_come_out_again(library, family, monkeypatch):
+    for folder in libraries.INSTALLED:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / folder))
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: make compared")
+    ways = [way for way in libraries.WAYS if family in (way.families or ())]
+    found = families.in_a_process({}, 400, lambda: libraries.rows_of_family(family, ways))["rows"]
+    assert len(found) == len(ways)
+    for row in found:
+        assert libraries.verdict(row)[:100] == libraries.verdict(saved(row["way"], family))[:100]

@@ -8,86 +8,74 @@ import argparse
 import importlib.metadata
 import json
 import math
-import os
-import socket
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import families
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from compared_runs import BATCH, EPS, NORM, RATE, Program, Task, Way, rows_of, verdict
 from torch import nn
 
 from weft.layer_lists import lists_in
 from weft.pipeline.cut import RECORDED
 from weft.pipeline.microbatches import microbatches_of
 from weft.tensor_parallel.auto.trace import tensors_in
-from weft.testing.ranks import try_ranks
-from weft.tools.compare.alignment import error_of
-from weft.tools.compare.comparison import FACTOR, LATER, OF_STEP, compare_recordings
-from weft.tools.compare.recorder import RunRecorder
 
-BATCH, RATE, NORM = 4, 1e-3, 1.0
-EPS = 1e-6  # of AdamW: a gradient that is nothing but rounding then makes no whole step
-FOLDER_OF_DEEPSPEED = Path("build/deepspeed")  # it may be somewhere else on the path
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
-
-
-@dataclass
-class Program:
-    """A model that trains, by the calls of one library.
-
-    Attributes:
-        save: write the whole model to a folder, on all ranks.
-        part: this rank's part of a batch.
-        norm: the gradients' norm, after the step, where `clip` does not return it.
-    """
-
-    model: nn.Module
-    optimizer: Any
-    save: Callable[[Path], Any]
-    part: Callable[[dict], dict] = lambda call: call
-    backward: Callable[[torch.Tensor], Any] = lambda loss: loss.backward()
-    clip: Callable[[Any, float], Any] = lambda *args: nn.utils.clip_grad_norm_(*args)  # the recorder's by then
-    norm: Callable[[], Any] | None = None
-
-
-class Task(NamedTuple):
-    """What is trained: the class and the folder of a small model, and a call for each step."""
-
-    kind: type
-    folder: Path
-    calls: list[dict[str, Any]]
-
-
-class Trained(NamedTuple):
-    """What a run leaves: its recording, the norm of each step and the loss of an evaluation."""
-
-    seen: list
-    edges: list
-    norms: list[float]
-    evaluation: float
+INSTALLED = [Path("build") / name for name in ("deepspeed", "megatron", "torchtitan")]  # or elsewhere on the path
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "megatron-core", "torchtitan")
 
 
 # The ways
 
 
 def plain(task: Task) -> Program:
-    model = task.kind.from_pretrained(task.folder)
+    model = task.model.from_pretrained(task.folder)
 
     def save(folder: Path) -> None:
         model.save_pretrained(folder)
         torch.save(model.state_dict(), folder / "state.pt")
 
-    return Program(model, _adamw(model), save)
+    return _program(model, _adamw(model), save)
+
+
+def _program(
+    model: nn.Module,
+    optimizer: Any,
+    save: Callable[[Path], Any],
+    rows: Callable[[dict], dict] = lambda call: call,
+    backward: Callable[[torch.Tensor], Any] = lambda loss: loss.backward(),
+    clip: Callable[[Any, float], Any] = lambda *args: nn.utils.clip_grad_norm_(*args),  # the recorder's by then
+    norm: Callable[[], Any] | None = None,
+) -> Program:
+    """Return a program of calls that differ by the library.
+
+    Args:
+        save: write the whole model to a folder, on all ranks.
+        rows: those of a batch that this rank has.
+        norm: the gradients' norm, after the step, where `clip` does not return it.
+    """
+
+    def step(call: dict) -> Any:
+        optimizer.zero_grad()
+        model.train()
+        backward(loss_of(model, rows(call)))
+        found = clip(model.parameters(), NORM)
+        optimizer.step()
+        return norm() if norm else found.full_tensor() if hasattr(found, "full_tensor") else found
+
+    def evaluate(call: dict) -> float:
+        model.eval()
+        return loss_of(model, rows(call)).item()
+
+    return Program(step, evaluate, save)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -98,11 +86,9 @@ def by_transformers(task: Task, **sizes: int) -> Program:
     """DistributedConfig of transformers."""
     from transformers.distributed import DistributedConfig
 
-    model = task.kind.from_pretrained(task.folder, distributed_config=DistributedConfig(**sizes))
-    program = Program(model, _adamw(model), model.save_pretrained, clip=_clips_on_any_mesh())
-    if "fsdp_size" in sizes:
-        program.part = _part_of_rank
-    return program
+    model = task.model.from_pretrained(task.folder, distributed_config=DistributedConfig(**sizes))
+    rows = _rows_of_rank if "fsdp_size" in sizes else lambda call: call
+    return _program(model, _adamw(model), model.save_pretrained, rows, clip=_clips_on_any_mesh())
 
 
 def _clips_on_any_mesh() -> Callable:
@@ -112,7 +98,7 @@ def _clips_on_any_mesh() -> Callable:
     return Accelerator(cpu=True).clip_grad_norm_
 
 
-def _part_of_rank(call: dict, rank: int | None = None, world: int | None = None) -> dict:
+def _rows_of_rank(call: dict, rank: int | None = None, world: int | None = None) -> dict:
     rank, world = rank if rank is not None else dist.get_rank(), world or dist.get_world_size()
     return list(microbatches_of(((), call), None, world))[rank][1]
 
@@ -124,9 +110,9 @@ def _start() -> None:
 
 def by_ddp(task: Task) -> Program:
     _start()
-    model = task.kind.from_pretrained(task.folder)
+    model = task.model.from_pretrained(task.folder)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    return Program(wrapped, _adamw(wrapped), lambda folder: _on_rank_0(model.save_pretrained, folder), _part_of_rank)
+    return _program(wrapped, _adamw(wrapped), lambda folder: _on_rank_0(model.save_pretrained, folder), _rows_of_rank)
 
 
 def _on_rank_0(save: Callable, *args: Any) -> None:
@@ -140,18 +126,16 @@ def by_fsdp2(task: Task, tp: int = 1) -> Program:
 
     _start()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-    model = task.kind.from_pretrained(task.folder)
+    model = task.model.from_pretrained(task.folder)
     if tp > 1:
         _split_llama(model, mesh["tp"])
     for name in lists_in(model):
         for block in model.get_submodule(name):
             fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    of_rank = partial(_part_of_rank, rank=mesh.get_local_rank("dp"), world=mesh["dp"].size())
-    program = Program(model, _adamw(model), partial(_save_full_state, model), of_rank)
-    if tp > 1:
-        program.clip = _clips_on_any_mesh()
-    return program
+    of_rank = partial(_rows_of_rank, rank=mesh.get_local_rank("dp"), world=mesh["dp"].size())
+    clip = {"clip": _clips_on_any_mesh()} if tp > 1 else {}
+    return _program(model, _adamw(model), partial(_save_full_state, model), of_rank, **clip)
 
 
 def _split_llama(model: nn.Module, mesh: Any) -> None:
@@ -181,7 +165,7 @@ def by_accelerate(task: Task, cp: int = 1) -> Program:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     config = ParallelismConfig(cp_size=cp) if cp > 1 else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
-    model = task.kind.from_pretrained(task.folder)
+    model = task.model.from_pretrained(task.folder)
     model, optimizer = accelerator.prepare(model, _adamw(model))
 
     def save(folder: Path) -> None:
@@ -190,7 +174,7 @@ def by_accelerate(task: Task, cp: int = 1) -> Program:
             folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
         )
 
-    return Program(model, optimizer, save, _part_of_rank, accelerator.backward, accelerator.clip_grad_norm_)
+    return _program(model, optimizer, save, _rows_of_rank, accelerator.backward, accelerator.clip_grad_norm_)
 
 
 def by_deepspeed(task: Task, stage: int = 0, tp: int = 1) -> Program:
@@ -198,54 +182,40 @@ def by_deepspeed(task: Task, stage: int = 0, tp: int = 1) -> Program:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    model, copies = task.kind.from_pretrained(task.folder), dist.get_world_size() // tp
+    model, copies = task.model.from_pretrained(task.folder), dist.get_world_size() // tp
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     config = {"train_micro_batch_size_per_gpu": BATCH // copies, "gradient_clipping": NORM, "zero_optimization": zero}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if tp > 1:
         config["tensor_parallel"] = {"autotp_size": tp}
     engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
-    return Program(
+    return _program(
         engine,
         engine,
         engine.save_16bit_model if tp == 1 else partial(_save_split, engine),
-        partial(_part_of_rank, rank=dist.get_rank() // tp, world=copies),
+        partial(_rows_of_rank, rank=dist.get_rank() // tp, world=copies),
         engine.backward,
         lambda *_: None,
         engine.get_global_grad_norm,
     )
 
 
+def by_megatron(task: Task, **sizes: Any) -> Program:
+    import compared_megatron
+
+    return compared_megatron.program(task, **sizes)
+
+
+def by_torchtitan(task: Task, **sizes: Any) -> Program:
+    import compared_torchtitan
+
+    return compared_torchtitan.program(task, **sizes)
+
+
 def _save_split(engine: Any, folder: Path) -> None:
     """Save as accelerate does: save_16bit_model writes the part of rank 0."""
     state = engine._consolidated_16bit_state_dict()
     _on_rank_0(torch.save, state, folder / "state.pt")
-
-
-# A run
-
-
-def trained(program: Program, calls: Sequence[dict], folder: Path, reordered: bool = False) -> Trained:
-    recorder = RunRecorder(reordered=reordered)
-    recorder.start()
-    norms = []
-    try:
-        for call in calls:
-            program.optimizer.zero_grad()
-            program.model.train()
-            program.backward(loss_of(program.model, program.part(call)))
-            norm = program.clip(program.model.parameters(), NORM)
-            program.optimizer.step()
-            norm = program.norm() if program.norm else norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            norms.append(float("nan" if norm is None else norm))  # DeepSpeed without ZeRO says none
-    finally:
-        recorder.stop()
-    program.model.eval()
-    with torch.no_grad():
-        evaluation = loss_of(program.model, program.part(calls[0])).item()
-    folder.mkdir(parents=True, exist_ok=True)
-    program.save(folder)
-    return Trained(recorder.seen(), recorder.edges(), norms, evaluation)
 
 
 def loss_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
@@ -255,12 +225,6 @@ def loss_of(model: nn.Module, call: dict[str, Any]) -> torch.Tensor:
         return output.loss
     x = next(x for x in tensors_in(output, 3) if x.is_floating_point() and x.dim() > 1)
     return (x * torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(2))).mean()
-
-
-def _on_rank(rank: int, way: "Way", task: Task, folder: Path) -> Trained:
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    torch.manual_seed(0)
-    return trained(way.make(task), task.calls, folder)
 
 
 def task_of(family: str, folder: Path) -> Task:
@@ -293,7 +257,7 @@ def task_of(family: str, folder: Path) -> Task:
             calls = labelled
     except Exception:  # a model without labels, or with others: whatever it raises
         pass
-    return Task(type(model), folder, calls)
+    return Task(folder, calls, type(model))
 
 
 def _varied(named: dict[str, Any], step: int) -> dict[str, Any]:
@@ -312,117 +276,57 @@ def _varied(named: dict[str, Any], step: int) -> dict[str, Any]:
 
 def _splits(task: Task) -> bool:
     """Return whether the loss of a batch is the mean of its parts': not so with batch norm or a contrastive loss."""
-    model = task.kind.from_pretrained(task.folder).train()
+    model = task.model.from_pretrained(task.folder).train()
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return False
     try:
-        parts = [loss_of(model, _part_of_rank(task.calls[0], rank, 2)).item() for rank in range(2)]
+        parts = [loss_of(model, _rows_of_rank(task.calls[0], rank, 2)).item() for rank in range(2)]
     except ValueError:  # arguments without a batch
         return False
     return math.isclose(sum(parts) / 2, loss_of(model, task.calls[0]).item(), rel_tol=1e-5)
 
 
-def rows_of(family: str, ways: Sequence["Way"]) -> dict[str, Any]:
+def _rows_of_transformers(family: str, ways: Sequence[Way]) -> dict[str, Any]:
     """Return the rows of a family that has a small model and a call, and of the ways that take it."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
         try:
-            task = task_of(family, folder / "start")
+            task = task_of(family, Path(temporary) / "start")
         except Exception as error:  # any family may fail to be built small
             return {"rows": [{"way": "", "family": family, "not compared": families.line(error)}]}
-        splits, model = _splits(task), task.kind.from_pretrained(task.folder)
+        splits, model = _splits(task), task.model.from_pretrained(task.folder)
         has = {plan for plan in ("tp", "ep", "fsdp") if getattr(model, f"{plan}_plan")}
         takers = [way for way in ways if (splits or not way.splits) and has.issuperset(way.plans)]
         if not takers:
             return {"rows": [{"way": "", "family": family, "not compared": "it has no plan"}]}
-        expected = trained(plain(task), task.calls, folder / "plain")
-        again = trained(plain(task), task.calls, folder / "reordered", reordered=True)
-        rows = [_row(way, task, expected, again) for way in takers]
-        return {"rows": [{"way": row.pop("way"), "family": family, **row} for row in rows]}
+        return {"rows": [{"family": family, **row} for row in rows_of(task, Way("", plain, None, 1), takers)]}
 
 
-def _row(way: "Way", task: Task, expected: Trained, again: Trained) -> dict[str, Any]:
-    row: dict[str, Any] = {"way": way.name, "model": task.kind.__name__}
-    folder = task.folder.parent
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    variables = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(way.world), "LOCAL_WORLD_SIZE": str(way.world)}
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **dict(way.environment)}
-    options = {"backend": None, "environment": variables, "timeout_s": 120}
-    outcomes = try_ranks(_on_rank, way.world, way, task, folder / way.name, **options)
-    failed = [outcome for outcome in outcomes if outcome.error is not None or outcome.exit_code != 0]
-    if failed:
-        first = min(failed, key=lambda outcome: outcome.error is None)
-        return row | {"raises": families.line(first.error or RuntimeError(f"exit code {first.exit_code}"))}
-    ranks: list[Trained] = [outcome.value for outcome in outcomes]  # type: ignore[misc]
-    found = compare_recordings(expected.seen, expected.edges, again.seen, [rank.seen for rank in ranks], {})
-    row |= {"compared": found.compared, "unknown": list(found.unknown)[:8]}
-    row["findings"] = [[finding.module, str(finding)] for finding in found.findings]
-    row |= _numbers(expected, again, ranks)
-    names = ("start", "plain", "reordered", way.name)
-    return row | {"file": _file(*(tensors_of(folder / name) for name in names))}
+def _rows_of_decoder(family: str, ways: Sequence[Way], plain: Callable[[Task], Program]) -> dict[str, Any]:
+    """Return the rows of a model of token ids that its library builds itself."""
+    generator = torch.Generator().manual_seed(1)
+    calls = [{"tokens": torch.randint(128, (BATCH, 17), generator=generator)} for _ in range(2)]
+    with tempfile.TemporaryDirectory() as temporary:
+        rows = rows_of(Task(Path(temporary) / "start", calls, family), Way("", plain, None, 1), ways)
+        return {"rows": [{"family": family, **row} for row in rows]}
 
 
-def _numbers(expected: Trained, again: Trained, ranks: Sequence[Trained]) -> dict[str, str]:
-    """Return how the norms and the evaluation loss differ, the loss as the mean of the ranks'; "" if by rounding."""
-    evaluations = [x.evaluation for x in (expected, again)], sum(rank.evaluation for rank in ranks) / len(ranks)
-    triples = [*zip(expected.norms, again.norms, ranks[0].norms, strict=True), (*evaluations[0], evaluations[1])]
-    texts = [
-        ""
-        if math.isnan(found) or abs(found - wanted) <= max(FACTOR * LATER * abs(other - wanted), 1e-5 * abs(wanted))
-        else f"{found:.6g}, not {wanted:.6g}"
-        for wanted, other, found in triples
-    ]
-    return {"norm": next(filter(None, texts[:-1]), ""), "evaluation": texts[-1]}
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.rglob("*.safetensors")):
-        found |= load_file(file)
-    for file in sorted(folder.rglob("*.pt")) + sorted(folder.rglob("*.bin")):
-        found |= torch.load(file)
-    return found
-
-
-def _file(start: dict, expected: dict, again: dict, found: dict) -> str:
-    """Return the first saved tensor that differs, and how; "" if none does."""
-    if not found:
-        return "nothing is saved"
-    for name, tensor in found.items():
-        if (wanted := expected.get(name)) is None or wanted.shape != tensor.shape:
-            return f"{name}: {tuple(tensor.shape)}, not {'there' if wanted is None else tuple(wanted.shape)}"
-        allowed = FACTOR * LATER * max(error_of(again[name], wanted, True), torch.finfo(torch.float32).eps)
-        allowed = max(allowed, OF_STEP * error_of(start[name], wanted) if name in start else 0.0)
-        if (error := error_of(tensor, wanted, True)) > allowed:
-            return f"{name} differs by {error:.1e}"
-    return ""
+def rows_of_family(family: str, ways: Sequence[Way]) -> dict[str, Any]:
+    """Return the rows of a family, by the ways of its library."""
+    for library, (families_of, program) in OTHERS.items():
+        if family in families_of:
+            of_library = [way for way in ways if way.name.startswith(library)]
+            return _rows_of_decoder(family, of_library, program)
+    return _rows_of_transformers(family, [way for way in ways if way.name.partition(":")[0] not in OTHERS])
 
 
 # The table
 
 
-class Way(NamedTuple):
-    """A way to train on ranks.
-
-    Attributes:
-        families: those to run; None: all that have the plans.
-        plans: the plans of transformers that it needs.
-        splits: whether ranks have different parts of the batch.
-    """
-
-    name: str
-    make: Callable[[Task], Program]
-    families: Sequence[str] | None
-    world: int = 2
-    plans: Sequence[str] = ()
-    splits: bool = True
-    environment: tuple[tuple[str, str], ...] = ()
-
-
 FEW = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "mixtral"]
 FEW += ["t5", "bert", "vit"]
+_DENSE = ["GPT", "Llama", "Qwen"]
+_OF_MEGATRON = [*_DENSE, "Mixtral", "DeepSeek without MLA"]
+_OF_TORCHTITAN = ["Llama 3", "Qwen 3", "Qwen 3 MoE", "DeepSeek V3", "GPT-OSS"]
 _CPU = (("DS_ACCELERATOR", "cpu"),)
 WAYS = [
     Way("transformers: tp", partial(by_transformers, tp_size=2), None, plans=["tp"], splits=False),
@@ -437,7 +341,36 @@ WAYS = [
     *(Way(f"DeepSpeed: ZeRO {n}", partial(by_deepspeed, stage=n), FEW, environment=_CPU) for n in (1, 2, 3)),
     Way("DeepSpeed: AutoTP", partial(by_deepspeed, tp=2), FEW, splits=False, environment=_CPU),
     Way("DeepSpeed: AutoTP with ZeRO 1", partial(by_deepspeed, tp=2, stage=1), FEW, 4, environment=_CPU),
+    Way("Megatron-core: tp", partial(by_megatron, tp=2), _DENSE),
+    Way("Megatron-core: tp, sequence parallel", partial(by_megatron, tp=2, sp=True), _OF_MEGATRON),
+    Way("Megatron-core: pp, 1F1B", partial(by_megatron, pp=2), _OF_MEGATRON),
+    Way("Megatron-core: pp, interleaved", partial(by_megatron, pp=2, chunks=2), _OF_MEGATRON),
+    Way("Megatron-core: data", by_megatron, _OF_MEGATRON),
+    Way("Megatron-core: distributed optimizer", partial(by_megatron, zero=True), _OF_MEGATRON),
+    Way("Megatron-core: tp with pp", partial(by_megatron, tp=2, sp=True, pp=2), _OF_MEGATRON, 4),
+    Way(
+        "Megatron-core: tp with distributed optimizer", partial(by_megatron, tp=2, sp=True, zero=True), _OF_MEGATRON, 4
+    ),
+    Way("Megatron-core: ep", partial(by_megatron, ep=2), _OF_MEGATRON[-2:]),
+    Way("Megatron-core: ep with tp", partial(by_megatron, ep=2, tp=2, sp=True), _OF_MEGATRON[-2:], 4),
+    Way("Megatron-core: cp", partial(by_megatron, cp=2), ["Llama"]),
+    Way("torchtitan: fsdp", partial(by_torchtitan, fsdp=2), _OF_TORCHTITAN),
+    Way("torchtitan: fsdp by full DTensors", partial(by_torchtitan, fsdp=2, backend="full_dtensor"), _OF_TORCHTITAN),
+    Way("torchtitan: fsdp by spmd_types", partial(by_torchtitan, fsdp=2, backend="spmd_types"), ["Llama 3"]),
+    Way("torchtitan: data", partial(by_torchtitan, replicas=2), _OF_TORCHTITAN),
+    Way("torchtitan: cp", partial(by_torchtitan, cp=2), _OF_TORCHTITAN),
+    Way("torchtitan: tp", partial(by_torchtitan, tp=2, sp=False), _OF_TORCHTITAN),
+    Way("torchtitan: tp, sequence parallel", partial(by_torchtitan, tp=2), _OF_TORCHTITAN),
+    Way("torchtitan: tp by full DTensors", partial(by_torchtitan, tp=2, backend="full_dtensor"), _OF_TORCHTITAN),
+    Way("torchtitan: pp, 1F1B", partial(by_torchtitan, pp=2), _OF_TORCHTITAN),
+    Way("torchtitan: pp, interleaved", partial(by_torchtitan, pp=2, schedule="Interleaved1F1B"), _OF_TORCHTITAN),
+    Way("torchtitan: fsdp with tp", partial(by_torchtitan, fsdp=2, tp=2), _OF_TORCHTITAN, 4),
+    Way("torchtitan: pp with tp", partial(by_torchtitan, pp=2, tp=2), _OF_TORCHTITAN, 4),
+    Way("torchtitan: ep with fsdp", partial(by_torchtitan, fsdp=2, ep=2), _OF_TORCHTITAN[-3:]),
+    Way("torchtitan: ep with tp", partial(by_torchtitan, tp=2, ep=2), _OF_TORCHTITAN[-3:]),
+    Way("torchtitan: ep with fsdp and tp", partial(by_torchtitan, fsdp=2, tp=2, ep=2), _OF_TORCHTITAN[-3:], 4),
 ]
+OTHERS = {"Megatron-core": (_OF_MEGATRON, by_megatron), "torchtitan": (_OF_TORCHTITAN, by_torchtitan)}
 
 
 def with_plans() -> list[str]:
@@ -460,22 +393,12 @@ def with_plans() -> list[str]:
     return found
 
 
-def verdict(row: dict[str, Any]) -> str:
-    """Return "agrees", or what is wrong, in words."""
-    for name in ("not compared", "raises", "failed"):
-        if name in row:
-            return f"{name}: {row[name]}"
-    wrong = [text for _, text in row["findings"][:1]]
-    wrong += [f"{name} {row[name]}" for name in ("norm", "evaluation", "file") if row[name]]
-    return "; ".join(wrong) or "agrees"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python tests/helpers/compared_libraries.py", description=__doc__)
     parser.add_argument("--only", default="", help="families, with commas between")
     parser.add_argument("--ways", default="", help="parts of names of ways, with commas between")
     parser.add_argument("--json", type=Path, help="write the rows here; those that it has already are not run again")
-    parser.add_argument("--timeout", type=float, default=180, help="seconds for a row")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for a family")
     parser.add_argument("--all", action="store_true", help="print every finding")
     options = parser.parse_args(arguments)
     from transformers import logging
@@ -483,14 +406,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("weft").setLevel("ERROR")
-    rows = json.loads(options.json.read_text())["rows"] if options.json and options.json.exists() else []
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    rows, start = before.get("rows", []), time.monotonic() - before.get("seconds", 0)
     have = {row["family"] for row in rows}
     ways = [way for way in WAYS if not options.ways or way.name in options.ways.split(",")]
-    names = options.only.split(",") if options.only else with_plans()
+    names = options.only.split(",") if options.only else [*with_plans(), *_OF_MEGATRON, *_OF_TORCHTITAN]
     for family in (name for name in names if name not in have):
         of_family = [way for way in ways if way.families is None or family in way.families or options.only]
         failed = {"way": "", "family": family}
-        found = families.in_a_process(failed, options.timeout, partial(rows_of, family, of_family))
+        found = families.in_a_process(failed, options.timeout, partial(rows_of_family, family, of_family))
         rows += found.get("rows", [found])
         for row in found.get("rows", [found]):
             print(f"{row['way']:30} {family:20} {verdict(row)}", flush=True)
@@ -499,7 +423,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             order = [way.name for way in WAYS]
             rows.sort(key=lambda row: (order.index(row["way"]) if row["way"] else len(order), row["family"]))
-            options.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
+            saved = {"versions": versions(), "seconds": round(time.monotonic() - start), "rows": rows}
+            options.json.write_text(json.dumps(saved, indent=1) + "\n")
 
 
 def versions() -> dict[str, str]:
@@ -507,6 +432,6 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(FOLDER_OF_DEEPSPEED))
+    sys.path += map(str, INSTALLED)
     warnings.simplefilter("ignore")
     main()
