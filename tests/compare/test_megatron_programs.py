@@ -104,10 +104,21 @@ def test_counts_that_ranks_have_of_their_own_rows_are_parts():
     assert not compare_recordings(runs[0], [], runs[0], [runs[1], wrong], {}).ok
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 2.0])
-def test_a_loss_may_be_shared_out_over_ranks_and_their_copies(share):
-    loss, _ = wrong_loss(0, [2.0], [[2.0 * share]] * 4, 0.0, 0.0)
-    assert (loss is None) == (share <= 1.0)
+@pytest.mark.parametrize(
+    ("of_ranks", "right"),
+    [
+        ([2.0, 2.0, 2.0, 2.0], True),
+        ([1.6, 2.4, 1.8, 2.2], True),  # means of their rows
+        ([0.4, 0.6, 0.45, 0.55], True),  # shares of the whole
+        ([0.8, 1.2, 0.8, 1.2], True),  # shares, the same on two ranks of tp
+        ([1.2, 1.2, 0.8, 0.8], True),
+        ([0.8, 1.2, 0.9, 1.1], False),
+        ([4.0, 4.0, 4.0, 4.0], False),
+    ],
+)
+def test_a_loss_may_be_shared_out_over_ranks_and_their_copies(of_ranks, right):
+    loss, _ = wrong_loss(0, [2.0], [[x] for x in of_ranks], 0.0, 0.0)
+    assert (loss is None) == right
 
 
 def test_a_norm_has_more_rounding_than_two_runs_show():

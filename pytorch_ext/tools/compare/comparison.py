@@ -74,7 +74,7 @@ class _Walk:
         self.findings = Findings(edges, self.expected, self.ranks)
         self.compared_tensors = 0
         self.stages: set[tuple[int, str]] = set()  # ranks, and modules that they have a stage of
-        self.parts: set[tuple[int, str]] = set()  # the same, where they have some experts, say
+        self.dispatched: set[tuple[int, str]] = set()  # the same, where they have some of the experts
         self._note_cuts()
 
     def compared(self) -> ComparedRuns:
@@ -186,7 +186,7 @@ class _Walk:
                 outer = name
                 while outer in around and around[outer] in cut:
                     outer = around[outer]
-                (self.parts if outer in around else self.stages).add((rank.number, name))
+                (self.dispatched if outer in around else self.stages).add((rank.number, name))
 
     def _around(self, name: str) -> str:
         """Return the module around, of those that are called: a list has no code."""
@@ -339,7 +339,7 @@ class _Walk:
     def _holds_experts(self, key: Key, rank: RankRecording) -> bool:
         """Return whether a rank has some of the experts, say, of a module or of one around it."""
         names = key.module.split(".")
-        return any((rank.number, ".".join(names[:count])) in self.parts for count in range(1, len(names) + 1))
+        return any((rank.number, ".".join(names[:count])) in self.dispatched for count in range(1, len(names) + 1))
 
     def _of_all_ranks(self, key: Key, rank: RankRecording, seen: Seen) -> torch.Tensor | None:
         """Return the reference's tensor of all calls that ranks make at once, for experts, who have tokens of all."""

@@ -22,7 +22,7 @@ class Findings:
 
     Attributes:
         found: in the order in which they are to be read.
-        suspects: sums that are missing, unless a later tensor shows that they were made.
+        suspects: missing sums, and tensors laid out otherwise, unless a later tensor shows that they are right.
         undivided: by step, a loss that is a sum over micro-batches, and what it is too large by. It is wrong if
             gradients are too large by that too.
         rescaled: by step, the first gradient of an activation with another factor than those before it. It is wrong if
@@ -56,7 +56,11 @@ class Findings:
             self.report(finding, key, factor if key.kind in SUMMED_LATER else 0.0)
 
     def suspect(self, key: Key, finding: Mismatch, laid_out: bool = False) -> None:
-        """Report a tensor later, unless it is shown to be right; one that is laid out otherwise, where it was used."""
+        """Keep a finding until a later tensor settles it.
+
+        Args:
+            laid_out: the tensor may be right in its own way. It is reported beside a wrong one in what it feeds alone.
+        """
         self.suspects[key] = finding
         self._suspected.add(key)
         if laid_out:
@@ -76,7 +80,7 @@ class Findings:
                     self._settle(other)
                 continue
             made = (other.kind in FORWARD) == forward and (other.module, other.root, other.call) in makers | {call}
-            if made or (other.kind in BACKWARD and other.module == owner):
+            if made or (other.kind in BACKWARD and (other.step, other.module) == (key.step, owner)):
                 del self.suspects[other]
                 self.acquit(other)
 

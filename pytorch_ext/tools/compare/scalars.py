@@ -19,7 +19,7 @@ def wrong_loss(
 ) -> tuple[Mismatch | None, float]:
     """Return what is wrong with a step's loss, and the factor of a sum over micro-batches whose mean is right, or 0.
 
-    Every rank has the loss, or the ranks' losses have it as their mean or their sum, with copies or without.
+    Every rank has the loss, or the ranks' losses have it as their mean or their sum, the latter in equal copies too.
 
     Args:
         losses: the reference's in this step, one for each backward.
@@ -33,8 +33,13 @@ def wrong_loss(
         return any(abs(x - other) <= allowed * abs(other) for other in others)
 
     wanted = (total, total / len(losses))  # a sum over micro-batches, or their mean
-    copies = [n for n in range(1, len(sums) + 1) if len(sums) % n == 0]
-    if all(near(x, total) for x in sums) or any(near(sum(sums) / n, *wanted) for n in copies):
+    in_order = sorted(sums)
+    copies = [  # of each share: ranks of tp have the same one
+        n
+        for n in range(1, len(sums))
+        if len(sums) % n == 0 and all(near(x, in_order[i - i % n]) for i, x in enumerate(in_order))
+    ]
+    if all(near(x, total) for x in sums) or near(mean, *wanted) or any(near(sum(sums) / n, *wanted) for n in copies):
         return None, 0.0
     error = abs(mean - total) / abs(total) if total else abs(mean)
     text = f"the mean of the ranks' losses is {mean:.6g}, the reference's loss {total:.6g}"
